@@ -1,0 +1,6 @@
+"""`python -m ram_trl` is `ram-trl`."""
+
+from .cli import main
+
+
+main()

@@ -1,0 +1,1 @@
+"""Floor 1a: arithmetic on tensors. No files, ranks, trainers or configurations."""

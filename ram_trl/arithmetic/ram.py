@@ -1,0 +1,223 @@
+"""Reinforced Agent Merging: masks, overlap counts, rescale factors, selective merge.
+
+Paper: [Behavior Knowledge Merge in Reinforced Agentic Models](https://huggingface.co/papers/2601.13572). The functions
+work on tiles: flat pieces of a tensor, the same piece of every agent. Counts add up over tiles, tensors and processes
+as integers, so the factors do not depend on how the work was cut.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+__all__ = [
+    "METHODS",
+    "OverlapCounts",
+    "TileUpdate",
+    "average_tile",
+    "count_overlaps",
+    "mask_inactive_",
+    "overlap_ratio",
+    "rescale_factor",
+    "selective_merge_tile",
+    "unique_magnitudes",
+]
+
+METHODS = ("ram_plus", "ram", "ram_plus_soft", "average")
+
+
+@dataclass(slots=True)
+class TileUpdate:
+    """What one agent makes of one tile of the model.
+
+    Args:
+        agent (`int`):
+            Position of the agent in the merge.
+        value (`Tensor`):
+            The agent's parameters, float32, flat.
+        delta (`Tensor`):
+            The agent's parameters minus the base's, float32, flat.
+        active (`Tensor`, *optional*):
+            Mask m_t of equation 1, bool, flat; set by [`mask_inactive_`].
+    """
+
+    agent: int
+    value: Tensor
+    delta: Tensor
+    active: Tensor | None = None
+
+
+@dataclass(slots=True)
+class OverlapCounts:
+    """Overlap statistics of the agents over the whole model (section 4.1), all in elements.
+
+    Args:
+        changed (`list[int]`):
+            For each agent the number of active elements.
+        unique (`list[int]`):
+            For each agent the number of active elements that no other agent changed (c = 1).
+        histogram (`list[int]`):
+            `histogram[k]` is the number of elements that exactly k agents changed, for k = 0 ... N.
+    """
+
+    changed: list[int]
+    unique: list[int]
+    histogram: list[int] = field(default_factory=list)
+
+    @classmethod
+    def zeros(cls, num_agents: int) -> "OverlapCounts":
+        return cls([0] * num_agents, [0] * num_agents, [0] * (num_agents + 1))
+
+    @property
+    def shared(self) -> list[int]:
+        """For each agent the number of active elements that at least one other agent changed (c >= 2)."""
+        return [changed - unique for changed, unique in zip(self.changed, self.unique, strict=True)]
+
+    @property
+    def total(self) -> int:
+        return sum(self.histogram)
+
+    def to_list(self) -> list[int]:
+        """The counts as one list of integers, for a sum over processes."""
+        return [*self.changed, *self.unique, *self.histogram]
+
+    @classmethod
+    def from_list(cls, counts: Sequence[int], num_agents: int) -> "OverlapCounts":
+        counts = list(counts)
+        return cls(counts[:num_agents], counts[num_agents : 2 * num_agents], counts[2 * num_agents :])
+
+
+def mask_inactive_(update: TileUpdate, epsilon: float) -> TileUpdate:
+    """Set the mask of equation 1, `|delta| > epsilon` (strictly), and zero the deltas outside it, in place."""
+    update.active = update.delta.abs() > epsilon
+    update.delta.mul_(update.active)
+    return update
+
+
+def count_overlaps(updates: Sequence[TileUpdate], numel: int, counts: OverlapCounts) -> None:
+    """Add one tile to the counts.
+
+    Args:
+        updates (`Sequence[TileUpdate]`):
+            The agents that touch this tile, masked. An agent that is not here changed nothing in it.
+        numel (`int`):
+            Number of elements of the tile.
+        counts ([`OverlapCounts`]):
+            Counts to add to, in place.
+    """
+    histogram = [0] * len(counts.histogram)
+    if updates:
+        overlap = _overlap(updates)
+        unique = overlap == 1
+        for update in updates:
+            counts.changed[update.agent] += int(torch.count_nonzero(update.active))
+            counts.unique[update.agent] += int(torch.count_nonzero(update.active & unique))
+        for k in range(1, len(updates) + 1):
+            histogram[k] = int(torch.count_nonzero(overlap == k))
+    histogram[0] = numel - sum(histogram)
+    counts.histogram = [a + b for a, b in zip(counts.histogram, histogram, strict=True)]
+
+
+def overlap_ratio(shared: int, unique: int) -> float:
+    """Overlap-unique ratio rho (equation 2): shared / unique; infinite without unique elements, 0 without any."""
+    if unique == 0:
+        return math.inf if shared else 0.0
+    return shared / unique
+
+
+def rescale_factor(method: str, rho: float, *, r: float, alpha: float) -> float:
+    """Rescale factor lambda of an agent's unique elements.
+
+    `"ram_plus"` is 1 + r * clip(rho, 0, alpha) (equation 6), `"ram_plus_soft"` is 1 + r * rho / (1 + rho)
+    (appendix E), `"ram"` is 1 (section 5.1: r = 0), and so is `"average"`, which knows no unique elements.
+    """
+    if method == "ram_plus":
+        return 1.0 + r * min(max(rho, 0.0), alpha)
+    if method == "ram_plus_soft":
+        return 1.0 + r * (1.0 if math.isinf(rho) else rho / (1.0 + rho))
+    assert method in METHODS, method
+    return 1.0
+
+
+def selective_merge_tile(
+    base: Tensor, updates: Sequence[TileUpdate], factors: Sequence[float], weights: Sequence[float]
+) -> Tensor:
+    """Base plus merged task vector (equation 7), one tile.
+
+    Unchanged elements keep the base's value, unique ones become base + w_t * lambda_t * delta_t, shared ones base +
+    the mean of the active deltas weighted by w_t. A unique element is computed as value + (w_t * lambda_t - 1) *
+    delta_t, the same number: with a factor of 1 it keeps the agent's own bits.
+
+    Args:
+        base (`Tensor`):
+            Parameters of the base model, float32, flat.
+        updates (`Sequence[TileUpdate]`):
+            The agents that touch this tile, masked.
+        factors (`Sequence[float]`):
+            Rescale factor lambda of every agent of the merge.
+        weights (`Sequence[float]`):
+            Weight w of every agent of the merge, positive.
+
+    Returns:
+        `Tensor`: float32, flat.
+    """
+    unique_value = torch.zeros_like(base)
+    weighted_sum = torch.zeros_like(base)
+    weight_total = torch.zeros_like(base)
+    for update in updates:
+        weight = weights[update.agent]
+        unique_value.add_(update.value * update.active)
+        unique_value.add_(update.delta, alpha=weight * factors[update.agent] - 1.0)
+        weighted_sum.add_(update.delta, alpha=weight)
+        weight_total.add_(update.active, alpha=weight)
+    overlap = _overlap(updates)
+    weight_total.masked_fill_(overlap == 0, 1.0)
+    shared_value = weighted_sum.div_(weight_total).add_(base)
+    return torch.where(overlap == 1, unique_value, shared_value)
+
+
+def average_tile(base: Tensor, updates: Sequence[TileUpdate], weights: Sequence[float]) -> Tensor:
+    """Base plus the weighted mean of all the agents' deltas, zeros included: the baseline that dilutes unique changes.
+
+    Args and result are those of [`selective_merge_tile`]; masks are not used.
+    """
+    merged = torch.zeros_like(base)
+    for update in updates:
+        merged.add_(update.delta, alpha=weights[update.agent] / math.fsum(weights))
+    return merged.add_(base)
+
+
+def unique_magnitudes(base: Tensor, written: Tensor, updates: Sequence[TileUpdate]) -> list[tuple[float, float]]:
+    """How large each agent's unique changes are in the written tile, and how large they were in the agent.
+
+    Args:
+        base (`Tensor`):
+            Parameters of the base model, float32, flat.
+        written (`Tensor`):
+            Merged parameters as rounded to the output's dtype, flat.
+        updates (`Sequence[TileUpdate]`):
+            The agents that touch this tile, masked.
+
+    Returns:
+        `list[tuple[float, float]]`: for every update the sum over its unique elements of (written - base) * sign(delta)
+        and of |delta|.
+    """
+    if not updates:
+        return []
+    applied, unique = written.float() - base, _overlap(updates) == 1
+    magnitudes = []
+    for update in updates:
+        own = update.delta * unique
+        magnitudes.append((float((applied * own.sign()).sum()), float(own.abs().sum())))
+    return magnitudes
+
+
+def _overlap(updates: Sequence[TileUpdate]) -> Tensor:
+    """Overlap count c of every element of a tile: int16, flat."""
+    overlap = updates[0].active.to(torch.int16)
+    for update in updates[1:]:
+        overlap.add_(update.active)
+    return overlap

@@ -1,0 +1,162 @@
+"""Options of the recipes as dataclasses, read from the command line and from YAML, without importing torch.
+
+The form is TRL's: every field is an option with its help beside it, `--config FILE.yaml` gives defaults and the command
+line wins. TRL's own parser is not used for the merge because importing TRL takes longer than a merge.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from .errors import ConfigError
+
+
+__all__ = ["MergeConfig", "parse_config"]
+
+T = TypeVar("T")
+
+# The authors' released script computes lambda = 1 + 0.2 * min(rho, 1).
+PRESETS = {"official": {"r": 0.2, "alpha": 1.0}}
+_DEFAULTS = {"r": 0.1, "alpha": 2.0}
+
+
+@dataclass(kw_only=True)
+class MergeConfig:
+    """Options of `recipes/merge.py`; the fields are described by their help."""
+
+    registry: str = field(metadata={"help": "Directory of the registry."})
+    output_dir: str | None = field(
+        default=None,
+        metadata={"help": "Directory for the merged model; must not exist or be empty. Needed unless --probe_only."},
+    )
+    agents: list[str] | None = field(
+        default=None,
+        metadata={"help": "Agents to merge, NAME or NAME@v2. Default: the latest version of every agent."},
+    )
+    base_model: str | None = field(
+        default=None, metadata={"help": "Where the base model is now, if it is not where it was at registration."}
+    )
+    method: str = field(
+        default="ram_plus", metadata={"help": "ram_plus, ram, ram_plus_soft, or average (plain mean, for comparison)."}
+    )
+    preset: str | None = field(
+        default=None, metadata={"help": "official: r and alpha as in the authors' release (r=0.2, alpha=1.0)."}
+    )
+    r: float | None = field(default=None, metadata={"help": "Rescale strength r (equation 6). Default: 0.1."})
+    alpha: float | None = field(default=None, metadata={"help": "Bound alpha on rho (equation 6). Default: 2.0."})
+    epsilon: float = field(
+        default=1e-5,
+        metadata={"help": "A parameter counts as changed when it differs from the base by more than this."},
+    )
+    weights: dict[str, float] | None = field(
+        default=None, metadata={"help": "Weights of agents, like math=1.0 code=0.5. Default: 1 for each."}
+    )
+    output_dtype: str = field(default="auto", metadata={"help": "auto (the base's), float32, bfloat16 or float16."})
+    rounding: str = field(
+        default="nearest", metadata={"help": "nearest, or stochastic (keeps small rescaled updates)."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of stochastic rounding."})
+    max_shard_size: str = field(default="5GB", metadata={"help": "Largest size of a weight file."})
+    probe_only: bool = field(default=False, metadata={"help": "Count overlaps and print the report; write nothing."})
+    cpu: bool = field(default=False, metadata={"help": "Compute on the CPU even if there is a GPU."})
+
+    def __post_init__(self):
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ConfigError(f"preset={self.preset!r} is not one of {', '.join(PRESETS)}")
+        if self.output_dir is None and not self.probe_only:
+            raise ConfigError("no --output_dir was given (or --probe_only to look without merging)")
+        for name, value in {**_DEFAULTS, **PRESETS.get(self.preset, {})}.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def merge_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of [`merge_agents`]."""
+        arguments = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for option in ("preset", "probe_only", "cpu"):
+            del arguments[option]
+        if self.probe_only:
+            arguments["output_dir"] = None
+        return arguments
+
+
+def parse_config(config_class: type[T], argv: list[str] | None = None, description: str | None = None) -> T:
+    """Read a dataclass of options from the command line and the YAML file that `--config` names.
+
+    Args:
+        config_class (`type`):
+            Dataclass whose fields are of type `str`, `int`, `float`, `bool`, `list[str]` or `dict[str, float]`, each
+            optional or not, with `help` in their metadata.
+        argv (`list[str]`, *optional*):
+            Arguments; the program's own by default.
+        description (`str`, *optional*):
+            What the program does, for `--help`.
+
+    Raises:
+        ConfigError: if the file has an unknown option or a value of the wrong type.
+        SystemExit: with code 2 if the command line has.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", help="YAML file with any of these options; the command line wins.")
+    options = {option.name: option for option in dataclasses.fields(config_class)}
+    kinds = {name: _kind(hint) for name, hint in typing.get_type_hints(config_class).items()}
+    for name, option in options.items():
+        arguments: dict[str, Any] = {"help": option.metadata["help"], "default": argparse.SUPPRESS}
+        if kinds[name] is bool:
+            arguments["action"] = argparse.BooleanOptionalAction
+        elif kinds[name] in (list, dict):
+            arguments["nargs"] = "+"
+            arguments["metavar"] = "NAME=WEIGHT" if kinds[name] is dict else "NAME"
+        else:
+            arguments["type"] = kinds[name]
+        parser.add_argument(f"--{name}", **arguments)
+    given = vars(parser.parse_args(argv))
+    path = given.pop("config")
+    values = {**(_read_yaml(path) if path else {}), **given}
+    for name in values:
+        if name not in options:
+            raise ConfigError(f"{path} has an unknown option {name!r}; known are: {', '.join(options)}")
+    for name, option in options.items():
+        if name not in values and option.default is dataclasses.MISSING:
+            raise ConfigError(f"no --{name} was given")
+    return config_class(**{name: _convert(name, value, kinds[name]) for name, value in values.items()})
+
+
+def _kind(hint: Any) -> type:
+    """The plain type of an annotation: `list` of `list[str] | None`."""
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    return typing.get_origin(hint) or hint
+
+
+def _convert(name: str, value: Any, kind: type) -> Any:
+    """A value of the command line or of YAML, which reads 1e-5 as a string, as the type of its field."""
+    if value is None:
+        return None
+    try:
+        if kind is dict:
+            pairs = value.items() if isinstance(value, dict) else [item.rsplit("=", 1) for item in value]
+            return {key: float(weight) for key, weight in pairs}
+        if kind is list and not isinstance(value, list) or kind is bool and not isinstance(value, bool):
+            raise ValueError
+        return list(map(str, value)) if kind is list else kind(value)
+    except (TypeError, ValueError) as error:
+        expected = "NAME=WEIGHT ..." if kind is dict else kind.__name__
+        raise ConfigError(f"{name}={value!r} is not of the form {expected}") from error
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold options (name: value)")
+    return content

@@ -1,0 +1,170 @@
+"""Merging registered agents: plan, verify, probe, rescale, merge, publish.
+
+Every step is taken by all ranks together; a rank that fails is heard by the others before anything is published.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..arithmetic.ram import OverlapCounts, overlap_ratio, rescale_factor
+from ..distributed import SINGLE, World
+from ..storage.checkpoint import CheckpointWriter, copy_model_files, parse_size, plan_shards
+from ..storage.durable import check_output_dir, output_dir_stage, write_json
+from ..storage.registry import AgentRegistry
+from ..storage.tensor_file import TensorFile
+from .model_card import model_card
+from .passes import merge_tensors, probe_tensors
+from .plan import MergePlan, MergeSettings, plan_merge
+from .report import build_report
+
+
+__all__ = ["merge_agents"]
+
+logger = logging.getLogger(__name__)
+
+# Called with what is being done, how many bytes of it are done, and how many there are.
+Progress = Callable[[str, int, int], None]
+
+
+def merge_agents(
+    registry: AgentRegistry | str,
+    output_dir: str | None,
+    *,
+    agents: Sequence[str] | None = None,
+    method: str = "ram_plus",
+    r: float = 0.1,
+    alpha: float = 2.0,
+    epsilon: float = 1e-5,
+    weights: Mapping[str, float] | None = None,
+    output_dtype: str = "auto",
+    rounding: str = "nearest",
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    base_model: str | None = None,
+    world: World = SINGLE,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Merge registered agents into one model directory.
+
+    Args:
+        registry ([`AgentRegistry`] or `str`):
+            The registry.
+        output_dir (`str`, *optional*):
+            Directory to create; it must not exist or be empty. Without it the agents are probed and nothing is
+            written.
+        agents (`Sequence[str]`, *optional*):
+            Agents to merge, `"math"` or `"math@v2"`; by default the latest version of every agent.
+        method (`str`, *optional*, defaults to `"ram_plus"`):
+            `"ram_plus"` (equation 6), `"ram"` (no rescaling), `"ram_plus_soft"` (appendix E) or `"average"` (the plain
+            mean of the task vectors, for comparison).
+        r (`float`, *optional*, defaults to `0.1`):
+            Rescale strength.
+        alpha (`float`, *optional*, defaults to `2.0`):
+            Bound on rho in the rescale factor.
+        epsilon (`float`, *optional*, defaults to `1e-5`):
+            A parameter counts as changed when it differs from the base by more than this.
+        weights (`Mapping[str, float]`, *optional*):
+            Weight of agents, 1 by default.
+        output_dtype (`str`, *optional*, defaults to `"auto"`):
+            Dtype of the merged weights; `"auto"` is the base's.
+        rounding (`str`, *optional*, defaults to `"nearest"`):
+            `"nearest"` or `"stochastic"`.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of stochastic rounding.
+        max_shard_size (`str`, *optional*, defaults to `"5GB"`):
+            Largest size of a weight file.
+        base_model (`str`, *optional*):
+            Where the base model is now, if not where it was.
+        world ([`~ram_trl.distributed.World`], *optional*):
+            The processes that merge together.
+        progress (`Callable`, *optional*):
+            Called on rank 0 with what is being done, the bytes done and the bytes to do.
+
+    Returns:
+        `dict`: the content of `merge_report.json`.
+
+    Raises:
+        RamTrlError: naming what is wrong and the cure; nothing was written then.
+    """
+    registry = registry if isinstance(registry, AgentRegistry) else AgentRegistry(registry)
+
+    def make_plan() -> MergePlan:
+        settings = MergeSettings(
+            method=method,
+            r=r,
+            alpha=alpha,
+            epsilon=epsilon,
+            weights=weights or {},
+            output_dtype=output_dtype,
+            rounding=rounding,
+            seed=seed,
+        )
+        parse_size(max_shard_size)
+        if output_dir is not None:
+            check_output_dir(Path(output_dir))
+        return plan_merge(registry, agents, settings, base_model)
+
+    plan = world.run(make_plan)
+    with contextlib.closing(plan):
+        world.run(lambda: _verify(plan, world))
+        names = plan.share(world.rank, world.size)
+        advance = _meter("probe", plan, names, progress if world.is_main else None)
+        local = world.run(lambda: probe_tensors(plan, names, world.device, advance))
+        counts = OverlapCounts.from_list(world.sum_counts(local.to_list()), len(plan.agents))
+        factors = [
+            rescale_factor(method, overlap_ratio(shared, unique), r=r, alpha=alpha)
+            for shared, unique in zip(counts.shared, counts.unique, strict=True)
+        ]
+        report = build_report(plan, counts, factors)
+        if world.is_main:
+            for warning in report["warnings"]:
+                logger.warning(warning)
+        if output_dir is None:
+            return report
+        with contextlib.ExitStack() as stack:
+            staged = world.run_on_main(lambda: stack.enter_context(output_dir_stage(Path(output_dir))))
+            writer = CheckpointWriter(staged, plan_shards(plan.outputs, parse_size(max_shard_size)))
+            stack.callback(writer.close)
+            world.run_on_main(writer.create)
+            world.run(writer.open)
+            advance = _meter("merge", plan, names, progress if world.is_main else None)
+            local = world.run(lambda: merge_tensors(plan, names, factors, writer, world.device, advance))
+            magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
+            report = build_report(plan, counts, factors, magnitudes)
+            writer.close()
+            world.run_on_main(lambda: _finish(plan, staged, report, Path(output_dir).absolute().name))
+            # leaving the staged directory publishes it
+            world.run_on_main(stack.close)
+    return report
+
+
+def _verify(plan: MergePlan, world: World) -> None:
+    """Check the digests of the agents' files, the agents shared out over the ranks."""
+    for agent in plan.agents[world.rank :: world.size]:
+        agent.verify()
+
+
+def _finish(plan: MergePlan, staged: Path, report: dict[str, Any], title: str) -> None:
+    """Check what was written and add everything that is not a weight."""
+    for path in staged.glob("*.safetensors"):
+        TensorFile(path).close()
+    dtypes = {info.dtype for info in plan.outputs if info.dtype.is_floating_point}
+    copy_model_files(plan.base.path, staged, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+    write_json(staged / "merge_report.json", report)
+    (staged / "README.md").write_text(model_card(report, title), encoding="utf-8")
+
+
+def _meter(doing: str, plan: MergePlan, names: Sequence[str], progress: Progress | None) -> Callable[[int], None]:
+    """A function that adds up the bytes of finished tensors and reports them."""
+    done, total = 0, sum(plan.base.tensors[name].nbytes for name in names)
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(doing, done, total)
+
+    return advance

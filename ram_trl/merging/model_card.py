@@ -1,0 +1,113 @@
+"""The model card of a merged model."""
+
+import json
+from typing import Any
+
+
+__all__ = ["model_card"]
+
+_METHOD_NAMES = {
+    "ram_plus": "RAM+",
+    "ram": "RAM",
+    "ram_plus_soft": "RAM+s (soft saturation)",
+    "average": "plain average",
+}
+
+_CARD = """\
+---
+{front_matter}
+---
+
+# {title}
+
+One model merged from {num_agents} reinforced {agents}, all trained from `{base}`, with {method}
+([Reinforced Agent Merging](https://huggingface.co/papers/2601.13572)). Parameters that several agents changed are
+averaged, parameters that one agent changed are kept{rescaled}.
+
+| agent | kind | changed parameters | density | shared | unique | rho | lambda | effective lambda | weight |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|
+{rows}
+
+- A parameter counts as changed when it differs from the base by more than epsilon = {epsilon:g}.
+- rho = shared / unique; lambda multiplies an agent's unique changes; the effective lambda is what is left of it after
+  rounding to the dtype of these weights.
+- Of {total:,} parameters, {overlap}.
+{warnings}
+## How to reproduce
+
+```bash
+accelerate launch recipes/merge.py --registry REGISTRY --output_dir OUTPUT {arguments}
+```
+
+Base: `{base}`{revision}, digest `{digest}`. ram_trl {version}. All counts are in `merge_report.json`.
+"""
+
+
+def model_card(report: dict[str, Any], title: str) -> str:
+    """Text of `README.md`: YAML front matter that the Hub reads, the counts, how to reproduce.
+
+    Args:
+        report (`dict`):
+            Content of `merge_report.json`.
+        title (`str`):
+            Name of the model.
+    """
+    base, agents = report["base_model"], report["agents"]
+    front_matter = [
+        # JSON strings are YAML strings, whatever is in them
+        "base_model:",
+        f"- {json.dumps(base['name'])}",
+        "base_model_relation: merge",
+        "library_name: transformers",
+        "tags:",
+        *(f"- {tag}" for tag in ("merge", "ram", "reinforcement-learning", "trl", "ram_trl")),
+    ]
+    rescaled = ", rescaled by how much of the agent was shared" if report["method"].startswith("ram_plus") else ""
+    overlap = ", ".join(
+        f"{count:,} were changed by {number} {'agent' if number == 1 else 'agents'}"
+        for number, count in enumerate(report["overlap_histogram"])
+    )
+    return _CARD.format(
+        front_matter="\n".join(front_matter),
+        title=title,
+        num_agents=len(agents),
+        agents="agent" if len(agents) == 1 else "agents",
+        base=base["name"],
+        method=_METHOD_NAMES[report["method"]],
+        rescaled=rescaled if report["method"] != "average" else "",
+        rows="\n".join(_row(row) for row in agents),
+        epsilon=report["epsilon"],
+        total=report["total_parameters"],
+        overlap=overlap,
+        warnings="".join(f"- Warning: {warning}.\n" for warning in report["warnings"]),
+        arguments=_arguments(report),
+        revision=f" at revision `{base['revision']}`" if base["revision"] else "",
+        digest=base["digest"],
+        version=report["ram_trl_version"],
+    )
+
+
+def _row(row: dict[str, Any]) -> str:
+    rho = row["rho"] if isinstance(row["rho"], str) else f"{row['rho']:.3f}"
+    effective = "-" if row["effective_lambda"] is None else f"{row['effective_lambda']:.4f}"
+    cells = (
+        f"{row['name']}@v{row['version']}",
+        row["kind"],
+        f"{row['changed']:,}",
+        f"{row['density']:.2%}",
+        f"{row['shared']:,}",
+        f"{row['unique']:,}",
+        rho,
+        f"{row['lambda']:.4f}",
+        effective,
+        f"{row['weight']:g}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _arguments(report: dict[str, Any]) -> str:
+    agents = " ".join(f"{row['name']}@v{row['version']}" for row in report["agents"])
+    weights = " ".join(f"{row['name']}@v{row['version']}={row['weight']:g}" for row in report["agents"])
+    options = ("method", "r", "alpha", "epsilon", "output_dtype", "rounding", "seed")
+    listed = " ".join(f"--{option} {report[option]}" for option in options)
+    return f"--agents {agents} {listed} --weights {weights}"

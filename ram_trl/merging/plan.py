@@ -1,0 +1,178 @@
+"""The plan of a merge, made from headers and records alone. Whatever can be refused is refused here."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..arithmetic.codec import codec_dtype
+from ..arithmetic.ram import METHODS
+from ..errors import ConfigError, CorruptedFileError
+from ..storage.base_model import check_same_base, open_recorded_base
+from ..storage.checkpoint import Checkpoint
+from ..storage.manifest import TensorRecord
+from ..storage.registry import AgentRegistry, RegisteredAgent
+from ..storage.tensor_file import TensorInfo
+from ..task_vector import TaskVector, open_task_vector
+
+
+__all__ = ["OUTPUT_DTYPES", "ROUNDINGS", "MergePlan", "MergeSettings", "plan_merge"]
+
+OUTPUT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeSettings:
+    """How to merge. See [`merge_agents`] for the meaning of the fields.
+
+    Raises:
+        ConfigError: if a value cannot be used.
+    """
+
+    method: str = "ram_plus"
+    r: float = 0.1
+    alpha: float = 2.0
+    epsilon: float = 1e-5
+    weights: Mapping[str, float] = field(default_factory=dict)
+    output_dtype: str = "auto"
+    rounding: str = "nearest"
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, value, choices in (
+            ("method", self.method, METHODS),
+            ("output_dtype", self.output_dtype, OUTPUT_DTYPES),
+            ("rounding", self.rounding, ROUNDINGS),
+        ):
+            if value not in choices:
+                raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}")
+        for name, value in (("r", self.r), ("alpha", self.alpha), ("epsilon", self.epsilon)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}={value} must be a finite number of at least 0")
+        for agent, weight in self.weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(
+                    f"weight {agent}={weight} must be a finite number above 0; leave the agent out instead"
+                )
+
+
+@dataclass(kw_only=True, slots=True)
+class MergePlan:
+    """All that the two passes need to know.
+
+    Args:
+        agents (`list[RegisteredAgent]`):
+            Agents of the merge, in the order given.
+        vectors (`list[TaskVector]`):
+            Their task vectors, open.
+        base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
+            Base model, open.
+        records (`dict[str, TensorRecord]`):
+            Records of the base's tensors.
+        settings ([`MergeSettings`]):
+            How to merge.
+        weights (`list[float]`):
+            Weight of every agent.
+        touched_by (`dict[str, list[int]]`):
+            For every tensor that is changed at all, the positions of the agents that change it.
+        outputs (`list[TensorInfo]`):
+            Tensors of the merged model, in the base's order.
+    """
+
+    agents: list[RegisteredAgent]
+    vectors: list[TaskVector]
+    base: Checkpoint
+    records: dict[str, TensorRecord]
+    settings: MergeSettings
+    weights: list[float]
+    touched_by: dict[str, list[int]]
+    outputs: list[TensorInfo]
+
+    def share(self, rank: int, size: int) -> list[str]:
+        """Tensors that a rank works on: largest first, each to the rank with the fewest bytes so far."""
+        loads, names = [0] * size, []
+        sources = [info for info in self.outputs if self.records[info.name].tied_to is None]
+        for info in sorted(sources, key=lambda info: (-info.nbytes, info.name)):
+            lightest = loads.index(min(loads))
+            loads[lightest] += info.nbytes
+            if lightest == rank:
+                names.append(info.name)
+        return names
+
+    def copies_of(self, source: str) -> list[TensorInfo]:
+        """Output tensors made from a base tensor: itself, and those tied to it."""
+        return [info for info in self.outputs if (self.records[info.name].tied_to or info.name) == source]
+
+    def close(self) -> None:
+        for vector in self.vectors:
+            vector.close()
+
+
+def plan_merge(
+    registry: AgentRegistry, agents: Sequence[str] | None, settings: MergeSettings, base_model: str | None = None
+) -> MergePlan:
+    """Look everything up and check that it fits together.
+
+    Args:
+        registry ([`AgentRegistry`]):
+            The registry.
+        agents (`Sequence[str]`, *optional*):
+            Agents to merge, `"math"` or `"math@v2"`; by default the latest version of every agent.
+        settings ([`MergeSettings`]):
+            How to merge.
+        base_model (`str`, *optional*):
+            Where the base model is now, if not where it was.
+
+    Raises:
+        RamTrlError: of the class that says what does not fit.
+    """
+    chosen = list(registry) if agents is None else [registry.get(spec) for spec in agents]
+    if not chosen:
+        raise ConfigError(f"no agent to merge: {registry.path} holds none")
+    for position, agent in enumerate(chosen):
+        if (agent.name, agent.version) in [(other.name, other.version) for other in chosen[:position]]:
+            raise ConfigError(f"agent {agent} is named twice in --agents")
+        if agent.manifest.snapshot.epsilon > settings.epsilon:
+            raise ConfigError(
+                f"agent {agent} was stored without changes of at most {agent.manifest.snapshot.epsilon:g}: merge with "
+                f"--epsilon {agent.manifest.snapshot.epsilon:g} or more, or register it again with a smaller epsilon"
+            )
+    check_same_base(chosen)
+    base = open_recorded_base(chosen[0], base_model)
+    records = chosen[0].tensors()
+    vectors = [open_task_vector(agent) for agent in chosen]
+    touched_by: dict[str, list[int]] = {}
+    for position, vector in enumerate(vectors):
+        for name in vector.changed_tensors:
+            if name not in records or codec_dtype(base.tensors[name].dtype, torch.float32) is None:
+                raise CorruptedFileError(f"agent {vector.agent} changes {name!r}, which is no parameter of the base")
+            touched_by.setdefault(name, []).append(position)
+    return MergePlan(
+        agents=chosen,
+        vectors=vectors,
+        base=base,
+        records=records,
+        settings=settings,
+        weights=_weights(chosen, settings.weights),
+        touched_by=touched_by,
+        outputs=[
+            TensorInfo(info.name, _output_dtype(info.dtype, settings.output_dtype), info.shape)
+            for info in base.tensors.values()
+        ],
+    )
+
+
+def _weights(agents: list[RegisteredAgent], weights: Mapping[str, float]) -> list[float]:
+    known = {name for agent in agents for name in (agent.name, str(agent))}
+    if unknown := sorted(set(weights) - known):
+        raise ConfigError(
+            f"--weights names {unknown[0]!r}, which is not merged; merged are: {', '.join(sorted(known))}"
+        )
+    return [float(weights.get(str(agent), weights.get(agent.name, 1.0))) for agent in agents]
+
+
+def _output_dtype(base: torch.dtype, output_dtype: str) -> torch.dtype:
+    wanted = OUTPUT_DTYPES[output_dtype]
+    return base if wanted is None or codec_dtype(base, torch.float32) is None else wanted

@@ -1,0 +1,134 @@
+"""The report of a merge: what was counted, what was applied, as data and as a table."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..arithmetic.ram import OverlapCounts, overlap_ratio
+from ..version import __version__
+from .plan import MergePlan
+
+
+__all__ = ["build_report", "format_report", "warnings_of"]
+
+# With more than this share of an agent's changes shared, hardly anything is left for RAM to preserve.
+_MOSTLY_SHARED = 0.95
+
+
+def build_report(
+    plan: MergePlan,
+    counts: OverlapCounts,
+    factors: Sequence[float],
+    magnitudes: dict[str, list[tuple[float, float]]] | None = None,
+) -> dict[str, Any]:
+    """Content of `merge_report.json`.
+
+    Args:
+        plan ([`MergePlan`]):
+            The merge.
+        counts ([`~ram_trl.arithmetic.ram.OverlapCounts`]):
+            Overlap statistics of the whole model.
+        factors (`Sequence[float]`):
+            Rescale factor lambda of every agent.
+        magnitudes (`dict`, *optional*):
+            Magnitudes of unique changes from [`merge_tensors`], of all ranks; without them the effective lambdas are
+            left out.
+    """
+    settings, base = plan.settings, plan.agents[0].manifest.base_model
+    rows = []
+    for position, agent in enumerate(plan.agents):
+        changed, unique, shared = counts.changed[position], counts.unique[position], counts.shared[position]
+        rho = overlap_ratio(shared, unique)
+        row = {
+            "name": agent.name,
+            "version": agent.version,
+            "kind": agent.manifest.kind,
+            "changed": changed,
+            "shared": shared,
+            "unique": unique,
+            "density": changed / counts.total if counts.total else 0.0,
+            "rho": "inf" if math.isinf(rho) else rho,
+            "lambda": factors[position],
+            "weight": plan.weights[position],
+        }
+        if magnitudes is not None:
+            row["effective_lambda"] = _ratio([tensor[position] for tensor in magnitudes.values()])
+        rows.append(row)
+    report = {
+        "ram_trl_version": __version__,
+        "method": settings.method,
+        "r": settings.r,
+        "alpha": settings.alpha,
+        "epsilon": settings.epsilon,
+        "seed": settings.seed,
+        "rounding": settings.rounding,
+        "output_dtype": settings.output_dtype,
+        "base_model": {"name": base.name, "revision": base.revision, "digest": base.digest},
+        "total_parameters": counts.total,
+        "agents": rows,
+        "overlap_histogram": counts.histogram,
+    }
+    report["warnings"] = warnings_of(report)
+    return report
+
+
+def warnings_of(report: dict[str, Any]) -> list[str]:
+    """What a user should know before trusting the merge, with the cure."""
+    warnings = []
+    for row in report["agents"]:
+        if row["changed"] == 0:
+            warnings.append(
+                f"agent {row['name']} changed nothing by more than epsilon={report['epsilon']:g}: it adds nothing to "
+                "the merge; lower --epsilon, or check that it was trained"
+            )
+        elif len(report["agents"]) > 1 and report["method"] != "average":
+            share = row["shared"] / row["changed"]
+            if share > _MOSTLY_SHARED:
+                warnings.append(
+                    f"{share:.1%} of the changes of agent {row['name']} are shared with others, so the merge is nearly "
+                    f"a plain average: raise --epsilon above {report['epsilon']:g} towards the size of the updates, or "
+                    "train in bfloat16, where small updates vanish"
+                )
+    return warnings
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as a table of plain text."""
+    header = ("agent", "kind", "changed", "density", "shared", "unique", "rho", "lambda", "effective", "weight")
+    lines = [header]
+    for row in report["agents"]:
+        effective = row.get("effective_lambda")
+        lines.append(
+            (
+                f"{row['name']}@v{row['version']}",
+                row["kind"],
+                f"{row['changed']:,}",
+                f"{row['density']:.2%}",
+                f"{row['shared']:,}",
+                f"{row['unique']:,}",
+                row["rho"] if isinstance(row["rho"], str) else f"{row['rho']:.3f}",
+                f"{row['lambda']:.4f}",
+                "-" if effective is None else f"{effective:.4f}",
+                f"{row['weight']:g}",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    aligned = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    overlap = ", ".join(f"{count:,} by {agents}" for agents, count in enumerate(report["overlap_histogram"]))
+    title = (
+        f"{report['method']}: r={report['r']:g}, alpha={report['alpha']:g}, epsilon={report['epsilon']:g} over "
+        f"{report['total_parameters']:,} parameters of {report['base_model']['name']}"
+    )
+    return "\n".join([title, *aligned, f"parameters changed: {overlap}"])
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float | None:
+    after, before = math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)
+    # Sums of float32 differ in their last places with the number of threads.
+    return round(after / before, 6) if before else None

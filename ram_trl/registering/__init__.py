@@ -1,0 +1,1 @@
+"""Floor 3, journey 1: from a trained model to a version in the registry, and back to a model directory."""

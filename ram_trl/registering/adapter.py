@@ -1,0 +1,176 @@
+"""The snapshot of a LoRA agent: the adapter as PEFT writes it, and a map from base tensors to factors.
+
+The map is resolved here, once, with PEFT's own rules for ranks, scaling and names, so that a merge needs neither PEFT
+nor its configuration.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import IncompatibleAgentError, UnsupportedModelError
+from ..storage.checkpoint import Checkpoint
+from ..storage.manifest import LoraRecord
+from ..storage.tensor_file import DTYPE_NAMES
+
+
+__all__ = ["PREFIX", "check_adapter_config", "check_targets", "config_scaling", "map_adapter"]
+
+# PEFT's name of the wrapped model.
+PREFIX = "base_model.model."
+# Initialisations that leave the base's weights as they are.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_REFUSED_OPTIONS = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "alora_invocation_tokens": "aLoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "layer_replication": "layer replication",
+    "target_parameters": "target_parameters (LoRA on bare parameters)",
+    "trainable_token_indices": "trainable_token_indices",
+    "megatron_config": "Megatron layers",
+}
+_FACTOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
+_CURE = "merge the adapter into its model (merge_and_unload), save that and register it as a full fine-tune"
+
+
+def check_adapter_config(config: Mapping[str, Any]) -> None:
+    """Refuse adapters that are not W + scaling * B @ A over the original base.
+
+    Args:
+        config (`Mapping`):
+            Content of `adapter_config.json`.
+
+    Raises:
+        UnsupportedModelError: naming the feature.
+    """
+    peft_type = str(config.get("peft_type")).rpartition(".")[2]
+    if peft_type != "LORA":
+        raise UnsupportedModelError(f"adapters of type {peft_type} are not supported, only LORA is: {_CURE}")
+    for option, feature in _REFUSED_OPTIONS.items():
+        if config.get(option):
+            raise UnsupportedModelError(f"{feature} is not supported: {_CURE}")
+    init = config.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        raise UnsupportedModelError(
+            f"init_lora_weights={init!r} changes the base's weights, so the factors are not the delta: {_CURE}"
+        )
+
+
+def config_scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """PEFT's scaling of a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA; patterns by the module's name."""
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = value
+            break
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def check_targets(names: Iterable[str], base: Checkpoint) -> None:
+    """Refuse an adapter on modules that the base's files do not hold under the same names.
+
+    Args:
+        names (`Iterable[str]`):
+            Names of the base tensors that the adapter changes.
+
+    Raises:
+        IncompatibleAgentError: if the base has no such tensor.
+        UnsupportedModelError: if the tensor repeats another one (a tied output head).
+    """
+    for name in names:
+        if name in base.tied or (name == "lm_head.weight" and name not in base.tensors):
+            raise UnsupportedModelError(f"the adapter changes {name!r}, which the base ties to another: {_CURE}")
+        if name not in base.tensors:
+            raise IncompatibleAgentError(f"the adapter changes {name!r}, which the base {base.name} does not have")
+
+
+def map_adapter(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], scaling: Mapping[str, float], base: Checkpoint
+) -> dict[str, LoraRecord]:
+    """Find for every tensor of an adapter file which base tensor it changes, and how.
+
+    Args:
+        shapes (`Mapping[str, tuple[int, ...]]`):
+            Shapes of the adapter file's tensors, by PEFT's names.
+        config (`Mapping`):
+            Content of `adapter_config.json`.
+        scaling (`Mapping[str, float]`):
+            Scaling of modules as read from a live model; the others follow the configuration.
+        base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
+            Base model.
+
+    Raises:
+        UnsupportedModelError: if the adapter is not a plain LoRA.
+        IncompatibleAgentError: if it does not fit the base.
+    """
+    check_adapter_config(config)
+    records: dict[str, LoraRecord] = {}
+    replaced: dict[str, str] = {}
+    for key in shapes:
+        if not key.startswith(PREFIX):
+            raise IncompatibleAgentError(f"adapter tensor {key!r} does not begin with {PREFIX!r}")
+        match = _FACTOR.fullmatch(key.removeprefix(PREFIX))
+        if match is None:
+            replaced[key.removeprefix(PREFIX).replace(".base_layer.", ".")] = key
+            continue
+        record = records.setdefault(f"{match['module']}.weight", LoraRecord(transposed=bool(match["embedding"])))
+        if (match["linear"] or match["embedding"]) == "A":
+            record.factor_a = key
+        else:
+            record.factor_b = key
+    if lora_bias := next((name for name in replaced if name.endswith(".lora_B.bias")), None):
+        raise UnsupportedModelError(f"lora_bias is not supported ({lora_bias}): {_CURE}")
+    for name, key in replaced.items():
+        # Beside factors on an embedding PEFT saves the frozen embedding too.
+        if name not in records:
+            records[name] = LoraRecord(replaced_by=key)
+    check_targets(records, base)
+    for name, record in records.items():
+        _check_shapes(name, record, shapes, config, base)
+        if record.replaced_by is None:
+            module, rank = name.removesuffix(".weight"), _rank(record, shapes)
+            record.scaling = scaling[module] if module in scaling else config_scaling(config, module, rank)
+    return records
+
+
+def _rank(record: LoraRecord, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return shapes[record.factor_a][0]
+
+
+def _check_shapes(
+    name: str,
+    record: LoraRecord,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+    base: Checkpoint,
+) -> None:
+    expected = base.tensors[name].shape
+    if "F" not in DTYPE_NAMES[base.tensors[name].dtype]:
+        raise UnsupportedModelError(
+            f"base tensor {name!r} is quantised ({base.tensors[name].dtype}): register against the original base"
+        )
+    if record.replaced_by is not None:
+        if shapes[record.replaced_by] != expected:
+            raise IncompatibleAgentError(
+                f"adapter tensor {record.replaced_by!r} has shape {list(shapes[record.replaced_by])}, "
+                f"in the base it has {list(expected)}"
+            )
+        return
+    if record.factor_a is None or record.factor_b is None:
+        raise IncompatibleAgentError(f"the adapter has only one of the two factors of {name!r}")
+    shape_a, shape_b = shapes[record.factor_a], shapes[record.factor_b]
+    if len(shape_a) != 2 or len(shape_b) != 2:
+        raise UnsupportedModelError(f"LoRA on a convolution ({name!r}) is not supported: {_CURE}")
+    # GPT-2's Conv1D stores (in, out); embeddings were marked by their names.
+    record.transposed = record.transposed or bool(config.get("fan_in_fan_out"))
+    update = (shape_a[1], shape_b[0]) if record.transposed else (shape_b[0], shape_a[1])
+    if shape_a[0] != shape_b[1] or update != expected:
+        raise IncompatibleAgentError(
+            f"the factors of {name!r} have shapes {list(shape_b)} and {list(shape_a)}, the base has {list(expected)}"
+        )

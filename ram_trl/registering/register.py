@@ -1,0 +1,141 @@
+"""Registering an agent that is on disk: a checkpoint directory, a PEFT adapter directory, or a Hub id."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import BaseModelError, ConfigError, IncompatibleAgentError
+from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint, is_adapter
+from ..storage.durable import explain_os_errors, read_json
+from ..storage.manifest import BaseRecord, LoraRecord, Manifest, SnapshotRecord, TensorRecord
+from ..storage.registry import ADAPTER, ADAPTER_MAP, TENSORS, AgentRegistry, RegisteredAgent, write_records
+from ..version import __version__
+from .adapter import map_adapter
+from .snapshot import AgentTensor, FullSnapshot, base_records, total_parameters
+
+
+__all__ = ["SNAPSHOT_DTYPES", "Progress", "build_manifest", "register_agent", "write_lora_records"]
+
+# What `snapshot_dtype` can say. "auto" keeps an agent's own dtype; the callback knows more, see there.
+SNAPSHOT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Called with what is being done, how many bytes of it are done, and how many there are.
+Progress = Callable[[str, int, int], None]
+
+
+def register_agent(
+    registry: AgentRegistry,
+    agent: str,
+    model: str,
+    *,
+    base_model: str | None = None,
+    revision: str | None = None,
+    snapshot_dtype: str = "auto",
+    epsilon: float = 1e-5,
+    training: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> RegisteredAgent:
+    """Put an agent that is on disk into the registry.
+
+    Args:
+        registry ([`AgentRegistry`]):
+            The registry.
+        agent (`str`):
+            Name to register under.
+        model (`str`):
+            Checkpoint directory, PEFT adapter directory or Hub id.
+        base_model (`str`, *optional*):
+            Directory or Hub id of the base model; an adapter names its own.
+        revision (`str`, *optional*):
+            Revision of the base model on the Hub.
+        snapshot_dtype (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` stores the agent's own dtype, `"float32"`, `"bfloat16"` and `"float16"` round it first.
+        epsilon (`float`, *optional*, defaults to `1e-5`):
+            Where values are stored in float32, changes of at most this size are not stored.
+        training (`Mapping`, *optional*):
+            Where the agent comes from; recorded in its manifest.
+        progress (`Callable`, *optional*):
+            Called with what is being done, the bytes done and the bytes to do.
+
+    Returns:
+        [`RegisteredAgent`]: the new version, durable when this returns.
+    """
+    if snapshot_dtype not in SNAPSHOT_DTYPES:
+        raise ConfigError(f"snapshot_dtype={snapshot_dtype!r} is not one of {', '.join(SNAPSHOT_DTYPES)}")
+    # Refuse what can be refused before anything is created.
+    trained = Checkpoint.open(model)
+    adapter = is_adapter(trained.path)
+    if base_model is None and adapter:
+        base_model = read_json(trained.path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if base_model is None:
+        raise BaseModelError("no base model was named: pass --base_model (a directory or a Hub id)")
+    base = Checkpoint.open(base_model, revision)
+    with registry.stage(agent) as staged:
+        if adapter:
+            manifest = _copy_adapter(staged, trained, base)
+        else:
+            manifest = _write_deltas(staged, trained, base, SNAPSHOT_DTYPES[snapshot_dtype], epsilon, progress)
+        manifest.agent, manifest.training = agent, {"model": trained.name, **(training or {})}
+        return registry.commit(staged, manifest)
+
+
+def build_manifest(
+    kind: str, base: Checkpoint, records: dict[str, TensorRecord], snapshot: SnapshotRecord
+) -> Manifest:
+    """Manifest of an agent that is being registered; its name, training and files are still to be filled in."""
+    return Manifest(
+        agent="",
+        kind=kind,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        ram_trl_version=__version__,
+        base_model=BaseRecord(
+            name=base.name,
+            revision=base.revision,
+            digest=BaseRecord.digest_of(records),
+            total_parameters=total_parameters(records),
+        ),
+        snapshot=snapshot,
+    )
+
+
+def write_lora_records(staged: Path, base: Checkpoint, lora: dict[str, LoraRecord], dtype: torch.dtype) -> Manifest:
+    """Write what is recorded beside an adapter's own two files."""
+    records = base_records(base)
+    write_records(staged / TENSORS, records)
+    write_records(staged / ADAPTER_MAP, lora)
+    return build_manifest("lora", base, records, SnapshotRecord(dtype=str(dtype).removeprefix("torch.")))
+
+
+def _copy_adapter(staged: Path, trained: Checkpoint, base: Checkpoint) -> Manifest:
+    config = read_json(trained.path / ADAPTER_CONFIG)
+    shapes = {name: info.shape for name, info in trained.tensors.items()}
+    lora = map_adapter(shapes, config, {}, base)
+    with explain_os_errors(f"copying the adapter to {staged}"):
+        for name in (ADAPTER, ADAPTER_CONFIG):
+            shutil.copyfile(trained.path / name, staged / name)
+    return write_lora_records(staged, base, lora, next(iter(trained.tensors.values())).dtype)
+
+
+def _write_deltas(
+    staged: Path,
+    trained: Checkpoint,
+    base: Checkpoint,
+    dtype: torch.dtype | None,
+    epsilon: float,
+    progress: Progress | None,
+) -> Manifest:
+    if not set(trained.tensors) & set(base.tensors):
+        raise IncompatibleAgentError(f"{trained.name} has no tensor in common with the base {base.name}")
+    snapshot = FullSnapshot(staged, base, dtype, epsilon)
+    done, total = 0, sum(info.nbytes for info in trained.tensors.values())
+    for info in trained.tensors.values():
+        snapshot.add(AgentTensor(info.name, info.shape, lambda start, stop, n=info.name: trained.read(n, start, stop)))
+        done += info.nbytes
+        if progress:
+            progress("snapshot", done, total)
+    records, record = snapshot.finish()
+    return build_manifest("full", base, records, record)

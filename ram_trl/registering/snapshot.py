@@ -1,0 +1,223 @@
+"""The snapshot of a full fine-tune: what changed against the base on disk, written as it is found.
+
+Tensors arrive one at a time, from a live model or from a checkpoint; a tile of the base and a tile of the agent are in
+memory at once, nothing more.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from ..arithmetic.codec import codec_dtype, encode_frame
+from ..errors import IncompatibleAgentError, NonFiniteError, UnsupportedModelError
+from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
+from ..storage.manifest import SnapshotRecord, TensorRecord
+from ..storage.registry import DELTA, TENSORS, write_records
+from ..storage.tensor_file import DTYPE_NAMES, StreamWriter, tensor_bytes
+from ..task_vector import CODES, FRAMES, TILE_NUMEL
+
+
+__all__ = ["AgentTensor", "FullSnapshot", "base_records", "check_shapes", "total_parameters"]
+
+logger = logging.getLogger(__name__)
+
+# Buffers that old checkpoints hold and models compute anew.
+_COMPUTED_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTensor:
+    """One tensor of an agent, under the name that the base's files use.
+
+    Args:
+        name (`str`):
+            Name.
+        shape (`tuple[int, ...]`):
+            Shape.
+        read (`Callable[[int, int], Tensor]`):
+            Gives elements `start ... stop - 1` of the flattened tensor, on the CPU.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "AgentTensor":
+        flat = tensor.detach().reshape(-1)
+        return cls(name, tuple(tensor.shape), lambda start, stop: flat[start:stop].cpu())
+
+
+class FullSnapshot:
+    """Writes the snapshot of a full fine-tune into a staged directory, tensor by tensor.
+
+    Args:
+        staged (`Path`):
+            Directory to write in.
+        base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
+            Base model.
+        dtype (`torch.dtype`, *optional*):
+            Round the agent to this dtype first; if unset its own is kept.
+        epsilon (`float`, *optional*, defaults to `1e-5`):
+            Where values are stored in float32, changes of at most this size are not stored. 16-bit values over a base
+            of the same dtype are always stored bit for bit.
+    """
+
+    def __init__(self, staged: Path, base: Checkpoint, dtype: torch.dtype | None = None, epsilon: float = 1e-5):
+        self._staged, self._base, self._dtype, self._epsilon = staged, base, dtype, epsilon
+        names = [prefix + name for name in base.tensors for prefix in (CODES, FRAMES)]
+        self._writer = StreamWriter(staged / DELTA, names, {"format": "ram_trl.delta"})
+        self._records: dict[str, TensorRecord] = {}
+        self._agent_digests: dict[str, str] = {}
+        self._extra_digests: dict[str, str] = {}
+        self._stored_numel: dict[torch.dtype, int] = {}
+        self._changed = self._changed_by_training = 0
+        self._update = self._rounding = 0.0
+        self._is_rounded = self._is_cut = False
+
+    def add(self, tensor: AgentTensor) -> None:
+        """Compare one tensor with the base and write what changed.
+
+        Raises:
+            IncompatibleAgentError: if its shape is not the base's.
+            NonFiniteError: if it holds NaN or infinity.
+            UnsupportedModelError: if it changed and is of a dtype that cannot be merged.
+        """
+        if tensor.name not in self._base.tensors:
+            if not tensor.name.endswith(_COMPUTED_BUFFERS):
+                self._extra_digests[tensor.name] = _digest(tensor)
+            return
+        info = self._base.tensors[tensor.name]
+        check_shapes({tensor.name: tensor.shape}, self._base)
+        if info.name in self._base.tied:
+            self._extra_digests[info.name] = _digest(tensor)
+        elif codec_dtype(info.dtype, info.dtype) is None:
+            self._records.update(base_records(self._base, [info.name]))
+            if _digest(tensor) != self._records[info.name].base:
+                raise UnsupportedModelError(f"tensor {info.name!r} changed, but {info.dtype} cannot be merged")
+        else:
+            self._write(tensor)
+
+    def finish(self) -> tuple[dict[str, TensorRecord], SnapshotRecord]:
+        """Close the files and describe the snapshot.
+
+        Returns:
+            `tuple[dict[str, TensorRecord], SnapshotRecord]`: the records of the base's tensors, and of the snapshot.
+
+        Raises:
+            IncompatibleAgentError: if the agent has a tensor that the base lacks.
+        """
+        for name, digest in self._extra_digests.items():
+            # A tied head that was saved beside the embedding says nothing new.
+            if digest not in self._agent_digests.values():
+                what = "untied the output head of its base" if name == OUTPUT_HEAD else "is not of this base"
+                raise IncompatibleAgentError(f"the agent has tensor {name!r}, which the base lacks: it {what}")
+        missing = [name for name in self._base.tensors if name not in self._records and name not in self._base.tied]
+        if missing:
+            logger.warning("%d base tensors are not in the agent and count as unchanged: %s", len(missing), missing[0])
+        self._writer.close()
+        records = {**base_records(self._base, [*missing, *self._base.tied]), **self._records}
+        write_records(self._staged / TENSORS, records)
+        dtype = max(self._stored_numel, key=self._stored_numel.get, default=self._dtype or torch.float32)
+        return records, SnapshotRecord(
+            dtype=str(dtype).removeprefix("torch."),
+            epsilon=self._epsilon if self._is_cut else 0.0,
+            changed=self._changed,
+            changed_by_training=self._changed_by_training if self._is_rounded else None,
+            hidden_update=self._rounding / self._update if self._is_rounded and self._update else None,
+        )
+
+    def _write(self, tensor: AgentTensor) -> None:
+        info = self._base.tensors[tensor.name]
+        base_hasher, trained_hasher, stored_hasher = blake3(), blake3(), blake3()
+        ends, position = [], 0
+        self._writer.begin(CODES + info.name, torch.uint8)
+        for start in range(0, info.numel, TILE_NUMEL):
+            stop = min(start + TILE_NUMEL, info.numel)
+            base, trained = self._base.read(info.name, start, stop), tensor.read(start, stop)
+            stored = self._stored(info.name, base, trained)
+            for hasher, tile in ((base_hasher, base), (trained_hasher, trained), (stored_hasher, stored)):
+                hasher.update(tensor_bytes(tile))
+            base = base.to(stored.dtype)
+            frame = encode_frame(base, stored)
+            self._writer.append(frame)
+            position += len(frame)
+            ends.append(position)
+            self._changed += int(torch.count_nonzero(base != stored)) if frame else 0
+        record = TensorRecord(dtype=DTYPE_NAMES[info.dtype], shape=list(info.shape), base=base_hasher.hexdigest())
+        if position:
+            self._writer.end()
+            self._writer.write(FRAMES + info.name, torch.tensor(ends, dtype=torch.int64))
+            record.stored, record.agent = DTYPE_NAMES[stored.dtype], stored_hasher.hexdigest()
+            self._stored_numel[stored.dtype] = self._stored_numel.get(stored.dtype, 0) + info.numel
+        else:
+            self._writer.cancel()
+        self._records[info.name] = record
+        self._agent_digests[info.name] = trained_hasher.hexdigest()
+
+    def _stored(self, name: str, base: Tensor, trained: Tensor) -> Tensor:
+        """The tile as it is kept: rounded, or without changes of at most epsilon, if that was asked for."""
+        if not trained.abs().amax().isfinite():
+            raise NonFiniteError(f"tensor {name!r} of the agent holds NaN or infinity: its training diverged")
+        rounded = trained if self._dtype is None else trained.to(self._dtype)
+        stored = rounded.to(codec_dtype(base.dtype, rounded.dtype))
+        if rounded.dtype != trained.dtype:
+            update = trained.double() - base.double()
+            self._is_rounded = True
+            self._changed_by_training += int(torch.count_nonzero(update))
+            self._update += float(update.abs().sum())
+            self._rounding += float((trained.double() - stored.double()).abs().sum())
+        if stored.dtype == torch.float32 and self._epsilon > 0:
+            small = (stored - base.float()).abs() <= self._epsilon
+            self._is_cut |= bool((small & (stored != base)).any())
+            stored = torch.where(small, base.float(), stored)
+        return stored
+
+
+def base_records(base: Checkpoint, names: Iterable[str] | None = None) -> dict[str, TensorRecord]:
+    """Records of the base's tensors (all of them, or those named), read and digested now."""
+    records = {}
+    for name in base.tensors if names is None else names:
+        info = base.tensors[name]
+        records[name] = TensorRecord(
+            dtype=DTYPE_NAMES[info.dtype],
+            shape=list(info.shape),
+            base=base.digest(name),
+            tied_to=base.tied.get(name),
+        )
+    return records
+
+
+def total_parameters(records: dict[str, TensorRecord]) -> int:
+    """Number of floating-point parameters, tied ones once."""
+    return sum(record.numel for record in records.values() if record.tied_to is None and "F" in record.dtype)
+
+
+def check_shapes(shapes: dict[str, tuple[int, ...]], base: Checkpoint) -> None:
+    """Refuse tensors whose shape is not the base's.
+
+    Raises:
+        IncompatibleAgentError: naming the first of them.
+    """
+    for name, shape in shapes.items():
+        expected = base.tensors[name].shape if name in base.tensors else tuple(shape)
+        if tuple(shape) != expected:
+            cure = ""
+            if shape and expected and shape[1:] == expected[1:]:
+                cure = ": the vocabulary was resized; resize the base in the same way, save it, and train from that"
+            raise IncompatibleAgentError(
+                f"tensor {name!r} has shape {list(shape)}, in the base {base.name} it has {list(expected)}{cure}"
+            )
+
+
+def _digest(tensor: AgentTensor) -> str:
+    numel = torch.Size(tensor.shape).numel()
+    hasher = blake3()
+    for start in range(0, numel, TILE_NUMEL):
+        hasher.update(tensor_bytes(tensor.read(start, min(start + TILE_NUMEL, numel))))
+    return hasher.hexdigest()

@@ -1,0 +1,70 @@
+"""The base model of registered agents: found again by what was recorded, and refused if it is not the same."""
+
+from ..errors import BaseModelError, IncompatibleAgentError
+from .checkpoint import Checkpoint
+from .manifest import TensorRecord
+from .registry import RegisteredAgent
+from .tensor_file import DTYPE_NAMES
+
+
+__all__ = ["check_base_tensor", "check_same_base", "open_recorded_base"]
+
+
+def check_same_base(agents: list[RegisteredAgent]) -> None:
+    """Refuse agents of different bases.
+
+    Raises:
+        IncompatibleAgentError: naming two of them.
+    """
+    first = agents[0]
+    for other in agents[1:]:
+        if other.manifest.base_model.digest != first.manifest.base_model.digest:
+            raise IncompatibleAgentError(
+                f"agents {first} and {other} have different base models: {first.manifest.base_model.name} and "
+                f"{other.manifest.base_model.name}; choose agents of one base with --agents"
+            )
+
+
+def open_recorded_base(agent: RegisteredAgent, base_model: str | None = None) -> Checkpoint:
+    """Open an agent's base model; headers are compared with the record now, weights by [`check_base_tensor`].
+
+    Args:
+        agent ([`~ram_trl.storage.registry.RegisteredAgent`]):
+            The agent.
+        base_model (`str`, *optional*):
+            Where the base is now, if not where it was.
+
+    Raises:
+        BaseModelError: if it cannot be found or has other tensors.
+    """
+    recorded = agent.manifest.base_model
+    try:
+        # A directory has no revisions; what the folder holds is checked below.
+        base = Checkpoint.open(base_model or recorded.name, None if base_model else recorded.revision)
+    except BaseModelError as error:
+        raise BaseModelError(f"the base of agent {agent} cannot be opened: {error} (or pass --base_model)") from error
+    records = agent.tensors()
+    for name in [*records, *base.tensors]:
+        if name not in base.tensors or name not in records:
+            where = "lacks" if name in records else "has an additional"
+            raise BaseModelError(f"{base.name} is not the base of agent {agent}: it {where} tensor {name!r}")
+        info, record = base.tensors[name], records[name]
+        if DTYPE_NAMES[info.dtype] != record.dtype or list(info.shape) != record.shape:
+            raise BaseModelError(
+                f"{base.name} is not the base of agent {agent}: tensor {name!r} is {DTYPE_NAMES[info.dtype]} "
+                f"{list(info.shape)}, recorded was {record.dtype} {record.shape}"
+            )
+    return base
+
+
+def check_base_tensor(base: Checkpoint, name: str, record: TensorRecord) -> None:
+    """Compare a tensor of the base with its recorded digest.
+
+    Raises:
+        BaseModelError: if its bytes are others.
+    """
+    if base.digest(name) != record.base:
+        raise BaseModelError(
+            f"{base.name} is not the recorded base model: the weights of tensor {name!r} differ; "
+            "restore the original weights or name their directory with --base_model"
+        )

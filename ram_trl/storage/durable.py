@@ -1,0 +1,163 @@
+"""Directories that appear whole, or not at all, and stay after a power loss.
+
+Everything is written into a hidden directory beside its destination. Commit = flush each file, flush the directories,
+rename, flush the parent; only then is success reported.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from ..errors import CorruptedFileError, OutputExistsError, RamTrlError, StorageError
+
+
+__all__ = [
+    "STAGING_PREFIX",
+    "check_output_dir",
+    "digest_file",
+    "explain_os_errors",
+    "make_dirs",
+    "output_dir_stage",
+    "publish",
+    "read_json",
+    "staging_dir",
+    "sync_dir",
+    "write_json",
+]
+
+STAGING_PREFIX = ".tmp-"
+_READ_BYTES = 1 << 22
+
+
+@contextlib.contextmanager
+def explain_os_errors(doing: str) -> Iterator[None]:
+    """Turn an `OSError` of the file system into a [`StorageError`] that says what was being done."""
+    try:
+        yield
+    except RamTrlError:
+        raise
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise StorageError(f"{doing} failed: {error.strerror or error}{where}") from error
+
+
+@contextlib.contextmanager
+def staging_dir(parent: Path) -> Iterator[Path]:
+    """A new hidden directory in `parent`; removed on exit unless it was published."""
+    path = parent / f"{STAGING_PREFIX}{uuid.uuid4().hex}"
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(staged: Path, target: Path) -> None:
+    """Make a staged directory durable and give it its name.
+
+    Raises:
+        FileExistsError: if `target` exists and is not an empty directory. The staged directory is then still there.
+    """
+    # Some writers create files for their owner only: give them what the directory got from the umask.
+    mode = stat.S_IMODE(staged.stat().st_mode) & 0o666
+    for folder, _, names in os.walk(staged, topdown=False):
+        for name in names:
+            path = os.path.join(folder, name)
+            os.chmod(path, mode)
+            _sync_file(path)
+        sync_dir(Path(folder))
+    try:
+        os.rename(staged, target)
+    except OSError as error:
+        if target.exists():
+            raise FileExistsError(f"{target} exists") from error
+        raise
+    sync_dir(target.parent)
+
+
+@contextlib.contextmanager
+def output_dir_stage(target: Path) -> Iterator[Path]:
+    """A staged directory that becomes `target` if the block ends well, and vanishes if it does not.
+
+    Raises:
+        OutputExistsError: if `target` exists and is not an empty directory.
+    """
+    check_output_dir(target)
+    with explain_os_errors(f"writing {target}"):
+        make_dirs(target.absolute().parent)
+        with staging_dir(target.absolute().parent) as staged:
+            yield staged
+            publish(staged, target.absolute())
+
+
+def sync_dir(path: Path) -> None:
+    """Flush the entries of a directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_dirs(path: Path) -> None:
+    """Create a directory and its missing parents, durably."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync_dir(folder.parent)
+
+
+def check_output_dir(path: Path) -> None:
+    """Refuse an output directory that holds something already.
+
+    Raises:
+        OutputExistsError: if it exists and is not an empty directory.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise OutputExistsError(f"{path} exists and is not an empty directory: choose another --output_dir")
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object.
+
+    Raises:
+        StorageError: if the file cannot be read.
+        CorruptedFileError: if it does not hold a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptedFileError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptedFileError(f"{path} does not hold a JSON object")
+    return content
+
+
+def digest_file(path: Path) -> str:
+    """BLAKE3 of a file's bytes, hexadecimal."""
+    hasher = blake3()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _sync_file(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

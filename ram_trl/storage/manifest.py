@@ -1,0 +1,190 @@
+"""What is written down about a registered agent: `manifest.json` and `tensors.json` (docs/FORMAT.md)."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from ..errors import CorruptedFileError, UnsupportedModelError
+
+
+__all__ = ["FORMAT_VERSION", "BaseRecord", "FileRecord", "LoraRecord", "Manifest", "SnapshotRecord", "TensorRecord"]
+
+FORMAT_VERSION = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorRecord:
+    """One tensor of the base model, and what the agent made of it.
+
+    Args:
+        dtype (`str`):
+            Dtype in the base, as in a safetensors header (`"BF16"`).
+        shape (`list[int]`):
+            Shape.
+        base (`str`):
+            BLAKE3 of the base's bytes, hexadecimal.
+        tied_to (`str`, *optional*):
+            Name of the tensor that this one repeats. It is counted and merged once, under that name.
+        stored (`str`, *optional*):
+            Dtype of the agent's values, for a tensor that a full fine-tune changed.
+        agent (`str`, *optional*):
+            BLAKE3 of the agent's bytes in that dtype.
+    """
+
+    dtype: str
+    shape: list[int]
+    base: str
+    tied_to: str | None = None
+    stored: str | None = None
+    agent: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraRecord:
+    """How one tensor of the base is changed by tensors of the adapter file.
+
+    Args:
+        factor_a (`str`, *optional*):
+            Name of A, shape (rank, in).
+        factor_b (`str`, *optional*):
+            Name of B, shape (out, rank).
+        scaling (`float`, *optional*):
+            Factor of B @ A as PEFT applied it.
+        transposed (`bool`, *optional*):
+            Whether the base stores the weight as (in, out).
+        replaced_by (`str`, *optional*):
+            Name of the tensor that takes the base's place, for a module that was trained in full beside the factors.
+    """
+
+    factor_a: str | None = None
+    factor_b: str | None = None
+    scaling: float = 1.0
+    transposed: bool = False
+    replaced_by: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class FileRecord:
+    """Size in bytes and BLAKE3 of a file."""
+
+    size: int
+    blake3: str
+
+
+@dataclass(kw_only=True, slots=True)
+class BaseRecord:
+    """The base model of an agent.
+
+    Args:
+        name (`str`):
+            Hub id or directory.
+        revision (`str`, *optional*):
+            Commit of the Hub repository.
+        digest (`str`):
+            One digest over all its tensors, see [`BaseRecord.digest_of`].
+        total_parameters (`int`):
+            Number of its parameters, tied ones once.
+    """
+
+    name: str
+    revision: str | None = None
+    digest: str
+    total_parameters: int
+
+    @staticmethod
+    def digest_of(tensors: dict[str, TensorRecord]) -> str:
+        """BLAKE3 over `name dtype shape digest`, a line a tensor, sorted by name."""
+        lines = [f"{name} {tensor.dtype} {tensor.shape} {tensor.base}\n" for name, tensor in sorted(tensors.items())]
+        return blake3("".join(lines).encode()).hexdigest()
+
+
+@dataclass(kw_only=True, slots=True)
+class SnapshotRecord:
+    """What was taken from the training run.
+
+    Args:
+        dtype (`str`):
+            Dtype of the stored parameters, `"bfloat16"`, `"float16"` or `"float32"`; of a LoRA agent that of its
+            factors.
+        epsilon (`float`):
+            Changes of at most this size were not stored; 0 if every bit was kept.
+        changed (`int`, *optional*):
+            Number of elements that differ from the base as stored; unknown for the factors of a LoRA agent.
+        changed_by_training (`int`, *optional*):
+            If the parameters were rounded to the base's dtype: how many differed from the base before.
+        hidden_update (`float`, *optional*):
+            If the parameters were rounded: the share of the update, as a sum of magnitudes, that rounding took away.
+    """
+
+    dtype: str
+    epsilon: float = 0.0
+    changed: int | None = None
+    changed_by_training: int | None = None
+    hidden_update: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Manifest:
+    """All that is recorded of one version of an agent.
+
+    Args:
+        agent (`str`):
+            Name of the agent. The version is the name of its directory.
+        kind (`str`):
+            `"full"` or `"lora"`.
+        created (`str`):
+            Time of registration, ISO 8601, UTC.
+        ram_trl_version (`str`):
+            Version of this package that wrote it.
+        base_model ([`BaseRecord`]):
+            Its base model.
+        snapshot ([`SnapshotRecord`]):
+            What was stored.
+        training (`dict`):
+            Where it comes from: trainer, steps, last metrics, library versions.
+        files (`dict[str, FileRecord]`):
+            Every other file of the version.
+        format_version (`int`):
+            Version of the format.
+    """
+
+    agent: str
+    kind: str
+    created: str
+    ram_trl_version: str
+    base_model: BaseRecord
+    snapshot: SnapshotRecord
+    training: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any], where: str) -> "Manifest":
+        """Read back what [`to_dict`] gave; `where` names the file in errors."""
+        version = content.get("format_version")
+        if type(version) is int and version > FORMAT_VERSION:
+            raise UnsupportedModelError(
+                f"{where} has format version {version}, this ram_trl reads up to {FORMAT_VERSION}: "
+                "pip install --upgrade ram_trl"
+            )
+        try:
+            return cls(
+                **{
+                    **content,
+                    "base_model": BaseRecord(**content["base_model"]),
+                    "snapshot": SnapshotRecord(**content["snapshot"]),
+                    "files": {name: FileRecord(**record) for name, record in content["files"].items()},
+                }
+            )
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CorruptedFileError(f"{where} is not a manifest: {error}") from error

@@ -1,0 +1,36 @@
+"""Merge registered agents into one model with RAM+ (https://huggingface.co/papers/2601.13572).
+
+accelerate launch recipes/merge.py --registry registry --output_dir merged
+
+# only look: densities, overlaps and rescale factors, nothing is written
+python recipes/merge.py --registry registry --probe_only
+
+# options from a file, the command line wins
+accelerate launch recipes/merge.py --config recipes/configs/merge.yaml --output_dir merged
+"""
+
+import os
+
+from ram_trl.config import MergeConfig, parse_config
+from ram_trl.terminal import exit_on_error, progress_bar
+
+
+def main() -> None:
+    with exit_on_error(is_main=lambda: os.environ.get("RANK", "0") == "0"):
+        config = parse_config(MergeConfig, description="Merge registered agents into one model.")
+        # imported here: --help and mistakes in the options answer at once
+        from ram_trl.distributed import start_world
+        from ram_trl.merging.merge import merge_agents
+        from ram_trl.merging.report import format_report
+
+        world = start_world(cpu=config.cpu)
+        with progress_bar() as progress:
+            report = merge_agents(**config.merge_arguments(), world=world, progress=progress)
+        if world.is_main:
+            print(format_report(report))
+            if not config.probe_only:
+                print(f"merged model: {config.output_dir}")
+
+
+if __name__ == "__main__":
+    main()
