@@ -115,9 +115,14 @@ def _show_agent(agent: Any, as_json: bool) -> None:
         lines.append(("not stored", f"changes of at most {snapshot['epsilon']:g}"))
     if snapshot["hidden_update"] is not None:
         lines.append(("rounding hid", f"{snapshot['hidden_update']:.1%} of the update's magnitude"))
-    lines += [(key, str(value)) for key, value in summary["training"].items()]
-    for key, value in lines:
-        print(f"{key:<14}{value}")
+    training = summary["training"]
+    if "step" in training:
+        lines.append(("trained", f"{training['step']:,} of {training['max_steps']:,} steps, {training['arguments']}"))
+    rewards = {name: value for name, value in training.get("metrics", {}).items() if name.startswith("reward")}
+    lines += [(name, f"{value:.4g}") for name, value in rewards.items()]
+    width = max(len(name) for name, _ in lines) + 2
+    for name, value in lines:
+        print(f"{name:<{width}}{value}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Options of the recipes as dataclasses, read from the command line and from YAML, without importing torch.
 
-The form is TRL's: every field is an option with its help beside it, `--config FILE.yaml` gives defaults and the command
-line wins. TRL's own parser is not used for the merge because importing TRL takes longer than a merge.
+The form is TRL's: every field is an option with its help beside it, `--config FILE.yaml` gives defaults and the
+command line wins. TRL's own parser is not used for the merge because importing TRL takes longer than a merge.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import yaml
 from .errors import ConfigError
 
 
-__all__ = ["MergeConfig", "parse_config"]
+__all__ = ["MergeConfig", "RegistryConfig", "parse_config"]
 
 T = TypeVar("T")
 
@@ -85,6 +85,25 @@ class MergeConfig:
         return arguments
 
 
+@dataclass(kw_only=True)
+class RegistryConfig:
+    """Options of `recipes/train_grpo.py` beside TRL's own; the fields are described by their help."""
+
+    registry: str = field(metadata={"help": "Directory of the registry."})
+    agent: str = field(metadata={"help": "Name to register the agent under."})
+    reward_funcs: list[str] = field(metadata={"help": "Reward functions with TRL's signature, each MODULE:FUNCTION."})
+    registry_base_model: str | None = field(
+        default=None, metadata={"help": "Base model of the agent. Default: the model that training starts from."}
+    )
+    snapshot_dtype: str = field(
+        default="auto", metadata={"help": "auto (what rollouts execute), bfloat16, float16 or float32."}
+    )
+    snapshot_epsilon: float = field(
+        default=1e-5, metadata={"help": "Smallest change that is stored of weights kept in float32."}
+    )
+    strict: bool = field(default=False, metadata={"help": "Fail at the end if the agent cannot be registered."})
+
+
 def parse_config(config_class: type[T], argv: list[str] | None = None, description: str | None = None) -> T:
     """Read a dataclass of options from the command line and the YAML file that `--config` names.
 
@@ -142,7 +161,7 @@ def _convert(name: str, value: Any, kind: type) -> Any:
         if kind is dict:
             pairs = value.items() if isinstance(value, dict) else [item.rsplit("=", 1) for item in value]
             return {key: float(weight) for key, weight in pairs}
-        if kind is list and not isinstance(value, list) or kind is bool and not isinstance(value, bool):
+        if kind in (list, bool) and not isinstance(value, kind):
             raise ValueError
         return list(map(str, value)) if kind is list else kind(value)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,3 @@
-# Copyright 2026 The ram_trl authors. All rights reserved.
 """
 Three tiny verifiable tasks, and a tiny base model that is mediocre at each of them.
 
@@ -14,6 +13,7 @@ long ones. This is what reinforcement learning starts from in practice: it does 
 among the behaviours of the base the one that the reward prefers, which takes a small update.
 """
 
+import argparse
 import random
 import zlib
 from collections.abc import Callable
@@ -31,9 +31,9 @@ ERROR_RATES = {3: 0.25, 4: 0.4, 5: 0.65, 6: 0.75}
 
 HIDDEN_SIZE = 128
 NUM_LAYERS = 4
-# Reversing takes attention to positions and is learnt last, hence its larger share.
+# Shares of the tasks: sorting is learnt first, so it gets less.
 PRETRAIN_MIXTURE = {"reverse": 4, "sort": 3, "next": 4}
-PRETRAIN_STEPS = 600
+PRETRAIN_STEPS = 650
 PRETRAIN_BATCH_SIZE = 128
 PRETRAIN_LEARNING_RATE = 2e-3
 
@@ -124,6 +124,11 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs) -> l
     return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
 
 
+def max_answer_tokens() -> int:
+    """Number of tokens of the longest answer, the end of the answer included."""
+    return max(ERROR_RATES) + 1
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Builds the tokenizer: one token per character of the tasks, left padding, `<eos>` at the end of an answer."""
     characters = "".join(task.marker + task.alphabet for task in TASKS.values()) + ":="
@@ -172,7 +177,7 @@ def pretraining_batch(
     return input_ids, labels
 
 
-def pretrain(output_dir: str, seed: int = 0, num_steps: int = PRETRAIN_STEPS, progress: bool = True) -> None:
+def pretrain(output_dir: str, seed: int = 0, num_steps: int = PRETRAIN_STEPS) -> None:
     """
     Pre-trains the base on the mixture of all the tasks and saves it in bfloat16 with its tokenizer.
 
@@ -183,8 +188,6 @@ def pretrain(output_dir: str, seed: int = 0, num_steps: int = PRETRAIN_STEPS, pr
             Seed of the initialisation and of the data.
         num_steps (`int`, *optional*, defaults to `PRETRAIN_STEPS`):
             Number of optimizer steps.
-        progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar.
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -194,7 +197,7 @@ def pretrain(output_dir: str, seed: int = 0, num_steps: int = PRETRAIN_STEPS, pr
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=PRETRAIN_LEARNING_RATE, total_steps=num_steps, pct_start=0.1
     )
-    with trange(num_steps, desc="pre-training", disable=not progress, mininterval=1.0) as steps:
+    with trange(num_steps, desc="pre-training", mininterval=0.5) as steps:
         for step in steps:
             input_ids, labels = pretraining_batch(tokenizer, rng, PRETRAIN_BATCH_SIZE)
             loss = model(input_ids=input_ids, labels=labels).loss
@@ -236,8 +239,20 @@ def accuracy(
     output = model.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
-        max_new_tokens=max(ERROR_RATES) + 1,
+        max_new_tokens=max_answer_tokens(),
         do_sample=False,
     )
     completions = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(exact_match_reward(completions, [row["answer"] for row in rows])) / num_prompts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pre-trains the toy base.")
+    parser.add_argument("--output_dir", required=True, help="directory that receives the model and the tokenizer")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initialisation and of the data")
+    args = parser.parse_args()
+    pretrain(args.output_dir, args.seed)
+
+
+if __name__ == "__main__":
+    main()

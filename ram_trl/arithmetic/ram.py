@@ -202,8 +202,8 @@ def unique_magnitudes(base: Tensor, written: Tensor, updates: Sequence[TileUpdat
             The agents that touch this tile, masked.
 
     Returns:
-        `list[tuple[float, float]]`: for every update the sum over its unique elements of (written - base) * sign(delta)
-        and of |delta|.
+        `list[tuple[float, float]]`: for every update the sum over its unique elements of (written - base) *
+        sign(delta) and of |delta|.
     """
     if not updates:
         return []

@@ -85,8 +85,8 @@ def warnings_of(report: dict[str, Any]) -> list[str]:
             share = row["shared"] / row["changed"]
             if share > _MOSTLY_SHARED:
                 warnings.append(
-                    f"{share:.1%} of the changes of agent {row['name']} are shared with others, so the merge is nearly "
-                    f"a plain average: raise --epsilon above {report['epsilon']:g} towards the size of the updates, or "
+                    f"{share:.1%} of the changes of agent {row['name']} are shared with others, so this is nearly a "
+                    f"plain average: raise --epsilon above {report['epsilon']:g} towards the size of the updates, or "
                     "train in bfloat16, where small updates vanish"
                 )
     return warnings

@@ -1,70 +1,165 @@
-"""A model in training, seen as the files of its base would show it: names, shapes, one whole tensor at a time."""
+"""A model in training, seen as files would show it: names, shapes, one whole tensor at a time."""
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers.core_model_loading import revert_weight_conversion
 
-from ..distributed import full_parameter
+from ..distributed import full_parameter, is_sharded
+from ..errors import UnsupportedModelError
+from ..storage.registry import ADAPTER
+from .adapter import PREFIX
 
 
-__all__ = ["base_tensors", "disk_shapes", "lora_scaling", "strip_wrappers"]
+__all__ = [
+    "adapter_name",
+    "adapter_scaling",
+    "adapter_shapes",
+    "base_name",
+    "base_tensors",
+    "check_backend",
+    "full_shapes",
+    "gather_adapter",
+    "named_tensors",
+    "save_adapter",
+    "unwrap",
+]
 
 _WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+# TRL's name of the frozen reference policy beside a trained adapter.
+_REFERENCE = "ref"
 
 
-def strip_wrappers(name: str) -> str:
-    """Name of a parameter without what data parallelism, checkpointing and torch.compile put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
-    return name
+def check_backend(model: nn.Module) -> None:
+    """Refuse models whose parameters cannot be had one at a time.
+
+    Raises:
+        UnsupportedModelError: for FSDP1.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedModelError(
+            "FSDP1 flattens parameters: use FSDP2 (fsdp_version: 2 in the accelerate configuration), or drop the "
+            "callback and register the saved model with ram-trl register"
+        )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of torch.compile and data parallelism."""
+    return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def base_name(model: nn.Module) -> str:
+    """Directory or Hub id that the model was loaded from; empty if it was made from a configuration."""
+    return (model.get_base_model() if isinstance(model, PeftModel) else model).config.name_or_path
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, tied ones once, as they are held (perhaps sharded)."""
-    yield from ((strip_wrappers(name), parameter) for name, parameter in model.named_parameters())
+    """Parameters and persistent buffers of a full model, tied ones once, as they are held (perhaps sharded)."""
     transient = {
-        f"{prefix}.{name}" if prefix else name
+        f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    for name, buffer in model.named_buffers():
-        if name not in transient:
-            yield strip_wrappers(name), buffer
+    yield from ((_strip_wrappers(name), parameter) for name, parameter in model.named_parameters())
+    yield from ((_strip_wrappers(name), buffer) for name, buffer in model.named_buffers() if name not in transient)
 
 
 @contextmanager
 def base_tensors(model: nn.Module, name: str, held: Tensor) -> Iterator[Mapping[str, Tensor]]:
     """One held tensor, whole, under the names that files use: several for fused experts. All ranks call it alike."""
     with full_parameter(held) as tensor:
-        yield _revert_conversion(model, {name: tensor})
+        yield revert_weight_conversion(model, {name: tensor})
 
 
-def disk_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors under the names that files use; computes and gathers nothing."""
-    shapes = {}
+def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of a full model's tensors under the names that files use; gathers nothing."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, held in named_tensors(model):
-        # ZeRO-3 empties a parameter and keeps its shape aside
-        shape = held.ds_shape if hasattr(held, "ds_shape") else held.shape
-        meta = torch.empty(shape, dtype=held.dtype, device="meta")
-        shapes.update({key: tuple(value.shape) for key, value in _revert_conversion(model, {name: meta}).items()})
+        converted = revert_weight_conversion(model, {name: _on_meta(held)})
+        shapes.update({key: tuple(value.shape) for key, value in converted.items()})
     return shapes
 
 
-def lora_scaling(model: nn.Module, adapter: str) -> dict[str, float]:
-    """Scaling of an adapter in every LoRA layer, by the base's module names, as the layers hold it now."""
-    from peft.tuners.lora import LoraLayer
+def adapter_name(model: PeftModel) -> str:
+    """The adapter that is trained.
 
+    Raises:
+        UnsupportedModelError: if several are, or parameters outside of the adapter.
+    """
+    names = [name for name in model.active_adapters if name != _REFERENCE]
+    if len(names) != 1:
+        raise UnsupportedModelError(f"one active adapter is supported, this model has {len(names)}: {names}")
+    saved = set(_adapter_state(model, names[0], _on_meta))
+    for name, parameter in model.named_parameters():
+        plain = _strip_wrappers(name).replace(f".{names[0]}", "").replace(".modules_to_save", "")
+        if parameter.requires_grad and not {plain, plain.replace(".base_layer", "")} & saved:
+            raise UnsupportedModelError(
+                f"parameter {name!r} is trained but is no part of the adapter: add its module to modules_to_save"
+            )
+    return names[0]
+
+
+def adapter_shapes(model: PeftModel, adapter: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that PEFT would save; gathers nothing."""
+    return {name: tuple(tensor.shape) for name, tensor in _adapter_state(model, adapter, _on_meta).items()}
+
+
+def adapter_scaling(model: PeftModel, adapter: str) -> dict[str, float]:
+    """Scaling of every LoRA layer as it is now, by the base's module names."""
     return {
-        strip_wrappers(name).removeprefix("base_model.model."): float(module.scaling[adapter])
+        _strip_wrappers(name).removeprefix(PREFIX): float(module.scaling[adapter])
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer) and adapter in module.scaling
     }
 
 
-def _revert_conversion(model: nn.Module, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    # transformers loads the experts of a mixture fused, its files hold them one by one
-    from transformers.core_model_loading import revert_weight_conversion
+def gather_adapter(model: PeftModel, adapter: str) -> dict[str, Tensor]:
+    """The tensors that PEFT would save, whole, on the CPU. All ranks call it alike."""
 
-    return revert_weight_conversion(model, tensors)
+    def whole(held: Tensor) -> Tensor:
+        with full_parameter(held) as tensor:
+            return tensor.cpu().clone().contiguous()
+
+    return _adapter_state(model, adapter, whole)
+
+
+def save_adapter(staged: Path, config: PeftConfig, state: dict[str, Tensor], base: str) -> None:
+    """Write an adapter as PEFT does."""
+    config = copy.copy(config)
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or base
+    config.save_pretrained(staged)
+    save_file(state, staged / ADAPTER, metadata={"format": "pt"})
+
+
+def _adapter_state(model: PeftModel, adapter: str, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """PEFT's state dict of an adapter, `take` applied to each held parameter."""
+    state: dict[str, Any] = {
+        _strip_wrappers(name): take(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or "lora_" in name or "modules_to_save" in name
+    }
+    return get_peft_model_state_dict(model, state, adapter_name=adapter, save_embedding_layers=False)
+
+
+def _strip_wrappers(name: str) -> str:
+    """Name of a parameter without what data parallelism, checkpointing and torch.compile put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
+
+
+def _on_meta(held: Tensor) -> Tensor:
+    """A tensor of the same shape without contents. ZeRO-3 empties a parameter and keeps its shape aside."""
+    shape = held.ds_shape if is_sharded(held) and hasattr(held, "ds_shape") else held.shape
+    return torch.empty(shape, dtype=held.dtype, device="meta")

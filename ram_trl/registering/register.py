@@ -15,7 +15,7 @@ from ..storage.manifest import BaseRecord, LoraRecord, Manifest, SnapshotRecord,
 from ..storage.registry import ADAPTER, ADAPTER_MAP, TENSORS, AgentRegistry, RegisteredAgent, write_records
 from ..version import __version__
 from .adapter import map_adapter
-from .snapshot import AgentTensor, FullSnapshot, base_records, total_parameters
+from .snapshot import AgentTensor, FullSnapshot, base_records, check_finite, total_parameters
 
 
 __all__ = ["SNAPSHOT_DTYPES", "Progress", "build_manifest", "register_agent", "write_lora_records"]
@@ -114,6 +114,8 @@ def _copy_adapter(staged: Path, trained: Checkpoint, base: Checkpoint) -> Manife
     config = read_json(trained.path / ADAPTER_CONFIG)
     shapes = {name: info.shape for name, info in trained.tensors.items()}
     lora = map_adapter(shapes, config, {}, base)
+    for name in trained.tensors:
+        check_finite(name, trained.read(name))
     with explain_os_errors(f"copying the adapter to {staged}"):
         for name in (ADAPTER, ADAPTER_CONFIG):
             shutil.copyfile(trained.path / name, staged / name)

@@ -22,7 +22,7 @@ from ..storage.tensor_file import DTYPE_NAMES, StreamWriter, tensor_bytes
 from ..task_vector import CODES, FRAMES, TILE_NUMEL
 
 
-__all__ = ["AgentTensor", "FullSnapshot", "base_records", "check_shapes", "total_parameters"]
+__all__ = ["AgentTensor", "FullSnapshot", "base_records", "check_finite", "check_tensors", "total_parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,9 @@ class AgentTensor:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "AgentTensor":
-        flat = tensor.detach().reshape(-1)
-        return cls(name, tuple(tensor.shape), lambda start, stop: flat[start:stop].cpu())
+        """From a whole tensor in memory."""
+        flat = tensor.detach().cpu().reshape(-1)
+        return cls(name, tuple(tensor.shape), lambda start, stop: flat[start:stop])
 
 
 class FullSnapshot:
@@ -63,13 +64,24 @@ class FullSnapshot:
             Base model.
         dtype (`torch.dtype`, *optional*):
             Round the agent to this dtype first; if unset its own is kept.
+        executed_in (`torch.dtype`, *optional*):
+            Dtype that the run computed in (autocast). Without `dtype`, tensors of which the base has this dtype are
+            rounded to it: that is what rollouts and deployment execute.
         epsilon (`float`, *optional*, defaults to `1e-5`):
             Where values are stored in float32, changes of at most this size are not stored. 16-bit values over a base
             of the same dtype are always stored bit for bit.
     """
 
-    def __init__(self, staged: Path, base: Checkpoint, dtype: torch.dtype | None = None, epsilon: float = 1e-5):
-        self._staged, self._base, self._dtype, self._epsilon = staged, base, dtype, epsilon
+    def __init__(
+        self,
+        staged: Path,
+        base: Checkpoint,
+        dtype: torch.dtype | None = None,
+        epsilon: float = 1e-5,
+        executed_in: torch.dtype | None = None,
+    ):
+        self._staged, self._base = staged, base
+        self._dtype, self._executed_in, self._epsilon = dtype, executed_in, epsilon
         names = [prefix + name for name in base.tensors for prefix in (CODES, FRAMES)]
         self._writer = StreamWriter(staged / DELTA, names, {"format": "ram_trl.delta"})
         self._records: dict[str, TensorRecord] = {}
@@ -88,12 +100,12 @@ class FullSnapshot:
             NonFiniteError: if it holds NaN or infinity.
             UnsupportedModelError: if it changed and is of a dtype that cannot be merged.
         """
+        check_tensors({tensor.name: tensor.shape}, self._base)
         if tensor.name not in self._base.tensors:
             if not tensor.name.endswith(_COMPUTED_BUFFERS):
                 self._extra_digests[tensor.name] = _digest(tensor)
             return
         info = self._base.tensors[tensor.name]
-        check_shapes({tensor.name: tensor.shape}, self._base)
         if info.name in self._base.tied:
             self._extra_digests[info.name] = _digest(tensor)
         elif codec_dtype(info.dtype, info.dtype) is None:
@@ -110,13 +122,15 @@ class FullSnapshot:
             `tuple[dict[str, TensorRecord], SnapshotRecord]`: the records of the base's tensors, and of the snapshot.
 
         Raises:
-            IncompatibleAgentError: if the agent has a tensor that the base lacks.
+            IncompatibleAgentError: if the agent untied the output head.
         """
         for name, digest in self._extra_digests.items():
             # A tied head that was saved beside the embedding says nothing new.
             if digest not in self._agent_digests.values():
-                what = "untied the output head of its base" if name == OUTPUT_HEAD else "is not of this base"
-                raise IncompatibleAgentError(f"the agent has tensor {name!r}, which the base lacks: it {what}")
+                raise IncompatibleAgentError(
+                    f"the agent has its own {name!r}, which the base {self._base.name} ties to its embeddings: untie "
+                    "the base, save it, and train from that"
+                )
         missing = [name for name in self._base.tensors if name not in self._records and name not in self._base.tied]
         if missing:
             logger.warning("%d base tensors are not in the agent and count as unchanged: %s", len(missing), missing[0])
@@ -162,9 +176,9 @@ class FullSnapshot:
 
     def _stored(self, name: str, base: Tensor, trained: Tensor) -> Tensor:
         """The tile as it is kept: rounded, or without changes of at most epsilon, if that was asked for."""
-        if not trained.abs().amax().isfinite():
-            raise NonFiniteError(f"tensor {name!r} of the agent holds NaN or infinity: its training diverged")
-        rounded = trained if self._dtype is None else trained.to(self._dtype)
+        check_finite(name, trained)
+        executed_in = self._executed_in if base.dtype == self._executed_in else trained.dtype
+        rounded = trained.to(self._dtype or executed_in)
         stored = rounded.to(codec_dtype(base.dtype, rounded.dtype))
         if rounded.dtype != trained.dtype:
             update = trained.double() - base.double()
@@ -198,17 +212,36 @@ def total_parameters(records: dict[str, TensorRecord]) -> int:
     return sum(record.numel for record in records.values() if record.tied_to is None and "F" in record.dtype)
 
 
-def check_shapes(shapes: dict[str, tuple[int, ...]], base: Checkpoint) -> None:
-    """Refuse tensors whose shape is not the base's.
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuse NaN and infinity.
 
     Raises:
-        IncompatibleAgentError: naming the first of them.
+        NonFiniteError: naming the tensor.
+    """
+    # The largest magnitude is NaN or infinite if any element is: one pass.
+    if tensor.numel() and not tensor.abs().amax().isfinite():
+        raise NonFiniteError(f"tensor {name!r} of the agent holds NaN or infinity: its training diverged")
+
+
+def check_tensors(shapes: dict[str, tuple[int, ...]], base: Checkpoint) -> None:
+    """Refuse a full fine-tune whose tensors are not the base's.
+
+    Args:
+        shapes (`dict[str, tuple[int, ...]]`):
+            Shapes of the agent's tensors, by the names that the base's files use.
+
+    Raises:
+        IncompatibleAgentError: naming the first that differs.
     """
     for name, shape in shapes.items():
-        expected = base.tensors[name].shape if name in base.tensors else tuple(shape)
+        if name not in base.tensors:
+            if (name == OUTPUT_HEAD and base.ties_embeddings) or name.endswith(_COMPUTED_BUFFERS):
+                continue
+            raise IncompatibleAgentError(f"the agent has tensor {name!r}, which the base {base.name} lacks")
+        expected = base.tensors[name].shape
         if tuple(shape) != expected:
             cure = ""
-            if shape and expected and shape[1:] == expected[1:]:
+            if shape and expected and tuple(shape[1:]) == expected[1:]:
                 cure = ": the vocabulary was resized; resize the base in the same way, save it, and train from that"
             raise IncompatibleAgentError(
                 f"tensor {name!r} has shape {list(shape)}, in the base {base.name} it has {list(expected)}{cure}"

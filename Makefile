@@ -1,0 +1,30 @@
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+export HF_HUB_OFFLINE := 1
+
+.PHONY: quickstart test lint format clean
+
+quickstart: $(VENV)/installed  ## Train three agents, register, merge with RAM+, compare. FRESH=1 starts over
+	$(RUN) recipes/quickstart.py $(if $(FRESH),--fresh)
+
+test: $(VENV)/installed  ## The whole test suite
+	$(RUN) -m pytest
+
+lint: $(VENV)/installed
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(VENV)/installed
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:
+	rm -rf $(VENV) quickstart
+
+# torch first and alone: its pinned wheel decides which of torch's own dependencies are installed at all
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --progress-bar off --constraint constraints.txt torch
+	$(RUN) -m pip install --quiet --progress-bar off --constraint constraints.txt --editable ".[quickstart,test]"
+	touch $@

@@ -1,0 +1,165 @@
+"""The callback that registers an agent when its training ends."""
+
+import logging
+import math
+import os
+import shlex
+from typing import Any
+
+import accelerate
+import peft
+import torch
+import transformers
+import trl
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
+
+from .distributed import current_world
+from .errors import RamTrlError
+from .registering.live import LiveRegistration
+from .registering.live_model import base_name
+from .storage.registry import AgentRegistry, RegisteredAgent
+
+
+__all__ = ["RAMRegistryCallback"]
+
+logger = logging.getLogger(__name__)
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class RAMRegistryCallback(TrainerCallback, ExportableState):
+    """Puts the agent's task vector into a registry when training ends.
+
+    What can be known to fail is refused when training begins. A failure at the end never costs the run: it is logged
+    with its cause and the command that registers the agent from its checkpoint, `error` keeps it, training returns.
+
+    Args:
+        registry (`str`):
+            Directory of the registry. It is created if need be.
+        agent (`str`):
+            Name of the agent. Every run makes a new version of it.
+        base_model (`str`, *optional*):
+            Directory or Hub id of the base model; by default what the trained model was loaded from. Name it when
+            training goes on from a checkpoint that was loaded as a model.
+        revision (`str`, *optional*):
+            Revision of the base model on the Hub.
+        snapshot_dtype (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` stores what rollouts and deployment execute: the parameters in their own dtype, or rounded to the
+            base's if the run computed in it (autocast). `"float32"`, `"bfloat16"` and `"float16"` force one.
+        epsilon (`float`, *optional*, defaults to `1e-5`):
+            Where values are stored in float32, changes of at most this size are not stored.
+        strict (`bool`, *optional*, defaults to `False`):
+            Raise at the end of training, on all ranks, if the agent cannot be registered.
+
+    Attributes:
+        registered ([`RegisteredAgent`], *optional*):
+            The new version, on rank 0, after training.
+        error (`Exception`, *optional*):
+            Why the agent was not registered.
+
+    Example:
+
+    ```python
+    from ram_trl import RAMRegistryCallback
+
+    trainer = GRPOTrainer(..., callbacks=[RAMRegistryCallback("registry", agent="math")])
+    trainer.train()
+    ```
+    """
+
+    def __init__(
+        self,
+        registry: str,
+        agent: str,
+        base_model: str | None = None,
+        revision: str | None = None,
+        snapshot_dtype: str = "auto",
+        epsilon: float = 1e-5,
+        strict: bool = False,
+    ):
+        self._arguments = {
+            "registry": str(registry),
+            "agent": agent,
+            "base_model": base_model,
+            "revision": revision,
+            "snapshot_dtype": snapshot_dtype,
+            "epsilon": epsilon,
+            "strict": strict,
+        }
+        self._registration = LiveRegistration(
+            registry=AgentRegistry(registry),
+            agent=agent,
+            base_model=base_model,
+            revision=revision,
+            snapshot_dtype=snapshot_dtype,
+            epsilon=epsilon,
+        )
+        self.strict = strict
+        self.registered: RegisteredAgent | None = None
+        self.error: Exception | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Arguments that rebuild the callback from a checkpoint's trainer state."""
+        return {"args": self._arguments, "attributes": {}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
+    ) -> None:
+        self.registered, self.error = None, None
+        self._registration.check(model, current_world())
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
+    ) -> None:
+        world = current_world()
+        try:
+            executed_in = _AUTOCAST.get(AcceleratorState().mixed_precision)
+            self.registered = self._registration.register(model, world, executed_in, _provenance(args, state))
+        except Exception as error:
+            self.error = error
+            if world.is_main:
+                logger.error(
+                    "agent %r was NOT registered: %s\nThe trained model is unharmed. Register it later with:\n  %s",
+                    self._arguments["agent"],
+                    error if isinstance(error, RamTrlError) else repr(error),
+                    self._retry_command(args, model),
+                    exc_info=not isinstance(error, RamTrlError),
+                )
+            if self.strict:
+                raise
+        if self.registered is not None:
+            logger.info("registered agent %s in %s", self.registered, self._arguments["registry"])
+
+    def _retry_command(self, args: TrainingArguments, model: nn.Module) -> str:
+        checkpoint = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+        options = {
+            "registry": self._arguments["registry"],
+            "agent": self._arguments["agent"],
+            "base_model": self._arguments["base_model"] or base_name(model),
+            "model": checkpoint or "DIR",
+        }
+        command = "ram-trl register " + " ".join(f"--{name} {shlex.quote(value)}" for name, value in options.items())
+        return command if checkpoint else f"{command}\n  (after trainer.save_model(DIR): there is no checkpoint)"
+
+
+def _provenance(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+    """Where the agent comes from: numbers and versions, no paths."""
+    metrics = {}
+    for entry in state.log_history:
+        metrics.update({key: value for key, value in entry.items() if isinstance(value, int | float)})
+    return {
+        "arguments": type(args).__name__,
+        "step": state.global_step,
+        "max_steps": state.max_steps,
+        "learning_rate": args.learning_rate,
+        "seed": args.seed,
+        "num_processes": args.world_size,
+        "mixed_precision": AcceleratorState().mixed_precision,
+        # a JSON file has no NaN
+        "metrics": {key: value for key, value in metrics.items() if math.isfinite(value)},
+        "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate, peft, trl)},
+    }

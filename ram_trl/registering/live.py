@@ -1,0 +1,197 @@
+"""Registering an agent that is in memory, at the end of its training: all ranks take part, rank 0 writes.
+
+Every rank walks over the parameters in the same order and helps to gather those that are sharded. If rank 0 fails on
+the way it keeps gathering, so that no rank waits for another, and all learn of it at the end.
+"""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from ..distributed import World, is_sharded
+from ..errors import ConfigError, StorageError
+from ..storage.checkpoint import Checkpoint
+from ..storage.manifest import Manifest
+from ..storage.registry import AgentRegistry, RegisteredAgent, check_agent_name
+from .adapter import map_adapter
+from .live_model import (
+    adapter_name,
+    adapter_scaling,
+    adapter_shapes,
+    base_name,
+    base_tensors,
+    check_backend,
+    full_shapes,
+    gather_adapter,
+    named_tensors,
+    save_adapter,
+    unwrap,
+)
+from .register import SNAPSHOT_DTYPES, build_manifest, write_lora_records
+from .snapshot import AgentTensor, FullSnapshot, check_finite, check_tensors
+
+
+__all__ = ["LiveRegistration"]
+
+logger = logging.getLogger(__name__)
+
+# A snapshot of 16-bit weights takes about a fifth of them.
+_SNAPSHOT_SHARE = 0.25
+
+
+@dataclass(kw_only=True, slots=True)
+class LiveRegistration:
+    """What to register from a training run, and where.
+
+    Args:
+        registry ([`AgentRegistry`]):
+            The registry.
+        agent (`str`):
+            Name of the agent.
+        base_model (`str`, *optional*):
+            Directory or Hub id of the base; by default what the model was loaded from.
+        revision (`str`, *optional*):
+            Revision of the base on the Hub.
+        snapshot_dtype (`str`):
+            `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`.
+        epsilon (`float`):
+            Where values are stored in float32, changes of at most this size are not stored.
+    """
+
+    registry: AgentRegistry
+    agent: str
+    base_model: str | None
+    revision: str | None
+    snapshot_dtype: str
+    epsilon: float
+
+    def check(self, model: nn.Module, world: World) -> None:
+        """Find before training what would fail after it. All ranks call it.
+
+        Raises:
+            RamTrlError: on all ranks.
+        """
+        world.run(lambda: self._check(unwrap(model), world))
+
+    def register(
+        self, model: nn.Module, world: World, executed_in: torch.dtype | None, training: Mapping[str, Any]
+    ) -> RegisteredAgent | None:
+        """Take the snapshot and commit it. All ranks call it.
+
+        Args:
+            model (`nn.Module`):
+                The trained model, sharded or not.
+            world ([`~ram_trl.distributed.World`]):
+                The processes of the run.
+            executed_in (`torch.dtype`, *optional*):
+                Dtype that the run computed in, if it was not that of its parameters.
+            training (`Mapping`):
+                Where the agent comes from.
+
+        Returns:
+            [`RegisteredAgent`]: on rank 0 the new version, `None` elsewhere.
+
+        Raises:
+            RamTrlError: on all ranks.
+        """
+        model = unwrap(model)
+        with contextlib.ExitStack() as stack:
+            base = world.run(lambda: self._open_base(model) if world.is_main else None)
+            staged = world.run(lambda: stack.enter_context(self.registry.stage(self.agent)) if world.is_main else None)
+            if isinstance(model, PeftModel):
+                manifest = _snapshot_adapter(model, base, staged, world)
+            else:
+                dtype = SNAPSHOT_DTYPES[self.snapshot_dtype]
+                manifest = _snapshot_full(model, base, staged, world, dtype, self.epsilon, executed_in)
+
+            def commit() -> RegisteredAgent:
+                manifest.agent, manifest.training = self.agent, dict(training)
+                return self.registry.commit(staged, manifest)
+
+            return world.run(lambda: commit() if world.is_main else None)
+
+    def _open_base(self, model: nn.Module) -> Checkpoint:
+        return Checkpoint.open(self.base_model or base_name(model), self.revision)
+
+    def _check(self, model: nn.Module, world: World) -> None:
+        check_agent_name(self.agent)
+        if self.snapshot_dtype not in SNAPSHOT_DTYPES:
+            raise ConfigError(f"snapshot_dtype={self.snapshot_dtype!r} is not one of {', '.join(SNAPSHOT_DTYPES)}")
+        check_backend(model)
+        base = self._open_base(model)
+        if isinstance(model, PeftModel):
+            adapter = adapter_name(model)
+            config = model.peft_config[adapter].to_dict()
+            map_adapter(adapter_shapes(model, adapter), config, adapter_scaling(model, adapter), base)
+        else:
+            check_tensors(full_shapes(model), base)
+        if world.is_main:
+            self.registry.check_writable()
+            self._check_space(model, base)
+
+    def _check_space(self, model: nn.Module, base: Checkpoint) -> None:
+        if isinstance(model, PeftModel):
+            needed = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        else:
+            needed = int(_SNAPSHOT_SHARE * sum(info.nbytes for info in base.tensors.values()))
+        free = shutil.disk_usage(self.registry.path).free
+        if free < needed:
+            raise StorageError(
+                f"the registry {self.registry.path} has {free / 1e9:.1f} GB of free space, a snapshot of this model "
+                f"may take {needed / 1e9:.1f} GB: free some, or choose another place"
+            )
+
+
+def _snapshot_full(
+    model: nn.Module,
+    base: Checkpoint | None,
+    staged: Path | None,
+    world: World,
+    dtype: torch.dtype | None,
+    epsilon: float,
+    executed_in: torch.dtype | None,
+) -> Manifest | None:
+    snapshot = world.run(lambda: FullSnapshot(staged, base, dtype, epsilon, executed_in) if world.is_main else None)
+    error = None
+    for name, held in named_tensors(model):
+        if not world.is_main and not is_sharded(held):
+            continue
+        with base_tensors(model, name, held) as tensors:
+            if not world.is_main or error is not None:
+                continue
+            try:
+                for key, tensor in tensors.items():
+                    snapshot.add(AgentTensor.of(key, tensor))
+            except Exception as caught:
+                error = caught
+    world.agree(error)
+
+    def finish() -> Manifest:
+        records, record = snapshot.finish()
+        return build_manifest("full", base, records, record)
+
+    return world.run(lambda: finish() if world.is_main else None)
+
+
+def _snapshot_adapter(model: PeftModel, base: Checkpoint | None, staged: Path | None, world: World) -> Manifest | None:
+    adapter = adapter_name(model)
+    state = gather_adapter(model, adapter)
+    config = model.peft_config[adapter]
+
+    def write() -> Manifest:
+        for name, tensor in state.items():
+            check_finite(name, tensor)
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        lora = map_adapter(shapes, config.to_dict(), adapter_scaling(model, adapter), base)
+        save_adapter(staged, config, state, base.name)
+        return write_lora_records(staged, base, lora, next(iter(state.values())).dtype)
+
+    return world.run(lambda: write() if world.is_main else None)

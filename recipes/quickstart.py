@@ -1,0 +1,299 @@
+"""
+The whole journey on a CPU, in minutes: a tiny base, three agents trained with GRPO, and their merge with RAM+.
+
+```sh
+python recipes/quickstart.py
+```
+
+Every step is a command that a user could type, its output is in `<output_dir>/logs`. A later run does not repeat a
+finished step, unless its command has changed or something that it builds on was made anew; `--fresh` starts over.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+RECIPES = Path(__file__).resolve().parent
+TASK_NAMES = ["reverse", "sort", "next"]
+LORA_AGENT = "sort"
+# Row of the table -> method of recipes/merge.py.
+MERGES = {"average": "average", "RAM": "ram", "RAM+": "ram_plus"}
+# The paper's: nothing about the merge is tuned to these agents.
+EPSILON = 1e-5
+NUM_PROMPTS = 1000
+EVALUATION_SEED = 0
+
+# A network of this size gains nothing from more threads.
+MAX_THREADS = 4
+POLL_SECONDS = 0.25
+# Where there is no terminal to draw bars on, a line for each job in progress is printed at this interval.
+REPORT_SECONDS = 15
+LOG_TAIL_LINES = 30
+# The bars of the pre-training and of the trainer, not those of loading and saving, which have other descriptions.
+PROGRESS_BAR = re.compile(r"[\r\n](?:pre-training: )? *\d+%\|[^|]*\| *(\d+)/(\d+) \[")
+LOGGED_REWARD = re.compile(r"'reward': '?([0-9.e+-]+)")
+
+# Okabe and Ito's palette, made for all kinds of colour vision.
+COLOURS = ["#999999", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#0072B2"]
+
+console = Console(highlight=False)
+
+
+@dataclass
+class Job:
+    """
+    One subprocess of the journey.
+
+    Args:
+        name (`str`):
+            Name in the display, of the log file and of the marker of success.
+        arguments (`list[str]`):
+            Arguments of the Python interpreter.
+        output_dir (`Path`):
+            Directory that the job makes. What an interrupted run left of it is removed first.
+    """
+
+    name: str
+    arguments: list[str]
+    output_dir: Path
+    process: subprocess.Popen | None = None
+    started: float = 0.0
+
+
+class Journey:
+    """
+    Runs stages of jobs, as many at a time as there are cores, and leaves out what an earlier run has finished.
+
+    Args:
+        root (`Path`):
+            Directory of the quickstart. A marker in `root/finished` records the command and the time of every success.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+        # Time at which the latest of the stages so far was finished: what is older than that is out of date.
+        self.built_on = 0.0
+        for name in ("logs", "finished"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+
+    def log(self, job: Job) -> Path:
+        return self.root / "logs" / f"{job.name}.log"
+
+    def marker(self, job: Job) -> Path:
+        return self.root / "finished" / f"{job.name}.json"
+
+    def is_finished(self, job: Job) -> bool:
+        if not (self.marker(job).exists() and job.output_dir.exists()):
+            return False
+        marker = json.loads(self.marker(job).read_text())
+        return marker["command"] == job.arguments and marker["finished"] >= self.built_on
+
+    def run(self, title: str, jobs: list[Job]) -> None:
+        """Runs the jobs of a stage that are not finished yet."""
+        pending = [job for job in jobs if not self.is_finished(job)]
+        if pending:
+            console.print(f"[bold]{title}[/] ({', '.join(job.name for job in pending)})")
+            self.run_jobs(pending)
+        else:
+            console.print(f"[bold]{title}[/]: already there")
+        self.built_on = max(json.loads(self.marker(job).read_text())["finished"] for job in jobs)
+
+    def run_jobs(self, pending: list[Job]) -> None:
+        parallel = min(len(pending), os.cpu_count() or 1)
+        threads = min((os.cpu_count() or 1) // parallel, MAX_THREADS)
+        columns = (TextColumn("  {task.description:<16}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+        bars, running, last_report = {}, [], time.monotonic()
+        try:
+            with Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=True) as progress:
+                while pending or running:
+                    while pending and len(running) < parallel:
+                        running.append(pending.pop(0))
+                        self.start(running[-1], threads)
+                        bars[running[-1].name] = progress.add_task(running[-1].name, total=None, note="")
+                    time.sleep(POLL_SECONDS)
+                    is_report_due = not console.is_terminal and time.monotonic() - last_report > REPORT_SECONDS
+                    for job in list(running):
+                        step, num_steps, note = read_progress(self.log(job))
+                        progress.update(bars[job.name], completed=step, total=num_steps, note=note)
+                        if is_report_due:
+                            console.print(f"  .... {job.name:<16} step {step} of {num_steps or '?'}  {note}")
+                        if job.process.poll() is not None:
+                            running.remove(job)
+                            progress.remove_task(bars[job.name])
+                            self.finish(job, note)
+                    if is_report_due:
+                        last_report = time.monotonic()
+        finally:
+            for job in running:
+                job.process.terminate()
+                job.process.wait()
+
+    def start(self, job: Job, threads: int) -> None:
+        self.marker(job).unlink(missing_ok=True)
+        shutil.rmtree(job.output_dir, ignore_errors=True)
+        settings = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        job.started = time.monotonic()
+        with self.log(job).open("wb") as log:
+            job.process = subprocess.Popen(
+                [sys.executable, *job.arguments], stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings
+            )
+
+    def finish(self, job: Job, note: str) -> None:
+        if job.process.returncode != 0:
+            tail = self.log(job).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            raise SystemExit("\n".join([*tail, f"{job.name} failed, its whole log is {self.log(job)}"]))
+        seconds = round(time.monotonic() - job.started, 1)
+        console.print(f"  [green]done[/] {job.name:<16} {seconds:5.1f} s  {note}")
+        partial = self.marker(job).with_suffix(".partial")
+        partial.write_text(json.dumps({"command": job.arguments, "finished": time.time(), "seconds": seconds}))
+        partial.replace(self.marker(job))
+
+
+def read_progress(log: Path) -> tuple[int, int | None, str]:
+    """Reads the last progress bar and the rewards in a log: step, number of steps if there is a bar, note."""
+    text = log.read_bytes().decode(errors="replace")
+    bars, rewards = PROGRESS_BAR.findall(text), LOGGED_REWARD.findall(text)
+    note = f"training reward {float(rewards[0]):.2f} -> {float(rewards[-1]):.2f}" if rewards else ""
+    return (int(bars[-1][0]), int(bars[-1][1]), note) if bars else (0, None, note)
+
+
+def plan_jobs(root: Path, seed: int) -> tuple[list[Job], list[Job], list[Job]]:
+    """Plans the three stages that run as subprocesses: the base, the agents, and what is evaluated in the end."""
+    base, registry, models = root / "base", ["--registry", str(root / "registry")], root / "models"
+    pretraining = [str(RECIPES / "toy_tasks.py"), "--output_dir", str(base), "--seed", str(seed)]
+    agents = []
+    for task in TASK_NAMES:
+        command = [str(RECIPES / "toy_agent.py"), "--task", task, "--agent", task, "--base_model", str(base)]
+        command += [*registry, "--output_dir", str(root / "runs" / task), "--seed", str(seed)]
+        agents.append(Job(f"agent-{task}", command + ["--lora"] * (task == LORA_AGENT), root / "runs" / task))
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(RECIPES.parent / "accelerate_configs/cpu.yaml")]
+    final = []
+    for method in MERGES.values():
+        command = [*launch, str(RECIPES / "merge.py"), *registry, "--output_dir", str(models / method)]
+        command += ["--method", method, "--epsilon", str(EPSILON)]
+        final.append(Job(f"merge-{method}", command, models / method))
+    for task in TASK_NAMES:
+        # An agent is evaluated as the registry gives it back, not as the trainer left it.
+        command = ["-m", "ram_trl", "restore", *registry, "--agent", task, "--output_dir", str(models / task)]
+        final.append(Job(f"restore-{task}", command, models / task))
+    return [Job("base", pretraining, base)], agents, final
+
+
+def evaluate(root: Path) -> dict[str, Any]:
+    """Evaluates the base, the agents and the merged models on the held-out prompts of all the tasks."""
+    import torch
+    from toy_tasks import accuracy
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(root / "base")
+    paths = {"base": root / "base"} | {f"{task} agent": root / "models" / task for task in TASK_NAMES}
+    paths |= {name: root / "models" / method for name, method in MERGES.items()}
+    accuracies = {}
+    for name, path in paths.items():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        scores = {task: accuracy(model, tokenizer, task, NUM_PROMPTS, EVALUATION_SEED) for task in TASK_NAMES}
+        accuracies[name] = scores | {"mean": sum(scores.values()) / len(scores)}
+        console.print(f"  [green]done[/] {name:<16} mean {accuracies[name]['mean']:.1%}")
+    report = json.loads((root / "models" / MERGES["RAM+"] / "merge_report.json").read_text())
+    agents = {f"{agent['name']} agent": agent for agent in report["agents"]}
+    markers = sorted((root / "finished").glob("*.json"))
+    seconds = {marker.stem: json.loads(marker.read_text())["seconds"] for marker in markers}
+    settings = {"epsilon": EPSILON, "num_prompts": NUM_PROMPTS, "evaluation_seed": EVALUATION_SEED}
+    return settings | {"accuracies": accuracies, "agents": agents, "seconds": seconds}
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """Prints accuracies with their differences to the base, and each agent's density, rho and lambda."""
+    table = Table(box=box.SIMPLE_HEAD, title="Greedy exact match on held-out prompts, % (difference to the base)")
+    for column in ("", *TASK_NAMES, "mean", "density", "rho", "lambda"):
+        table.add_column(column, justify="right" if column else "left")
+    base = results["accuracies"]["base"]
+    for name, scores in results["accuracies"].items():
+        cells = []
+        for column, score in scores.items():
+            difference = "" if name == "base" else f" ({100 * (score - base[column]):+5.1f})"
+            style = "bold green" if name == f"{column} agent" else "bold" if name == "RAM+" else "default"
+            cells.append(f"[{style}]{100 * score:.1f}{difference}[/]")
+        if name in results["agents"]:
+            agent = results["agents"][name]
+            cells += [f"{agent['density']:.1%}", f"{float(agent['rho']):.2f}", f"{agent['lambda']:.2f}"]
+        table.add_row(name, *cells, end_section=name in ("base", f"{TASK_NAMES[-1]} agent"))
+    console.print(table)
+    half_width = 196 * (0.25 / results["num_prompts"]) ** 0.5
+    console.print(
+        f"95 % confidence at most +-{half_width:.1f} points on a task ({results['num_prompts']} prompts), "
+        f"+-{half_width / len(TASK_NAMES) ** 0.5:.1f} on the mean. [bold green]Green[/]: an agent on its own task.\n"
+        f"Density: share of parameters changed by more than {results['epsilon']:g}; rho: shared / unique changes; "
+        f"lambda: RAM+'s factor\non the unique ones. The {LORA_AGENT} agent is a LoRA adapter."
+    )
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draws the table as bars, a group for each task and one for the mean."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots()
+    groups, width = [*TASK_NAMES, "mean"], 0.8 / len(results["accuracies"])
+    for index, (name, scores) in enumerate(results["accuracies"].items()):
+        positions = [group + (index + 0.5) * width - 0.4 for group in range(len(groups))]
+        heights = [100 * scores[group] for group in groups]
+        bars = axes.bar(positions, heights, 0.92 * width, label=name, color=COLOURS[index])
+        axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylim(0, 109)
+    axes.set_ylabel("greedy exact match, %")
+    axes.set_title("Three GRPO agents and their merges, on held-out prompts", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", default="quickstart", help="directory of everything that is made")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the pre-training and of the agents")
+    parser.add_argument("--fresh", action="store_true", help="remove what earlier runs have finished and start over")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    started = time.monotonic()
+    root = Path(args.output_dir).resolve()
+    if root.exists() and not (root / "finished").is_dir() and any(root.iterdir()):
+        raise SystemExit(f"{root} holds something that is not a quickstart: choose another --output_dir")
+    if args.fresh:
+        shutil.rmtree(root, ignore_errors=True)
+
+    journey = Journey(root)
+    pretraining, agents, final = plan_jobs(root, args.seed)
+    journey.run("1/4 Pre-train the base", pretraining)
+    journey.run("2/4 Train the agents with GRPO and register them", agents)
+    journey.run("3/4 Merge the agents, restore each one", final)
+    console.print(f"[bold]4/4 Evaluate on {NUM_PROMPTS} held-out prompts per task[/]")
+    results = evaluate(root)
+    (root / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    plot(results, root / "results.png")
+    print_table(results)
+    console.print(f"{root}: results.json, results.png, models/ram_plus. {time.monotonic() - started:.0f} s in all.")
+
+
+if __name__ == "__main__":
+    main()
