@@ -164,19 +164,19 @@ def selective_merge_tile(
     Returns:
         `Tensor`: float32, flat.
     """
-    unique_value = torch.zeros_like(base)
+    merged = base
     weighted_sum = torch.zeros_like(base)
     weight_total = torch.zeros_like(base)
     for update in updates:
         weight = weights[update.agent]
-        unique_value.add_(update.value * update.active)
-        unique_value.add_(update.delta, alpha=weight * factors[update.agent] - 1.0)
+        gain = weight * factors[update.agent] - 1.0
+        # Without a gain the value is taken, not computed: -0.0 stays.
+        own = torch.add(update.value, update.delta, alpha=gain) if gain else update.value
+        merged = torch.where(update.active, own, merged)
         weighted_sum.add_(update.delta, alpha=weight)
         weight_total.add_(update.active, alpha=weight)
-    overlap = _overlap(updates)
-    weight_total.masked_fill_(overlap == 0, 1.0)
     shared_value = weighted_sum.div_(weight_total).add_(base)
-    return torch.where(overlap == 1, unique_value, shared_value)
+    return torch.where(_overlap(updates) > 1, shared_value, merged)
 
 
 def average_tile(base: Tensor, updates: Sequence[TileUpdate], weights: Sequence[float]) -> Tensor:

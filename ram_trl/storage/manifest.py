@@ -172,11 +172,15 @@ class Manifest:
     def from_dict(cls, content: dict[str, Any], where: str) -> "Manifest":
         """Read back what [`to_dict`] gave; `where` names the file in errors."""
         version = content.get("format_version")
-        if type(version) is int and version > FORMAT_VERSION:
+        if type(version) is not int or version < 1:
+            raise CorruptedFileError(f"{where} is not a manifest: its format_version is {version!r}")
+        if version > FORMAT_VERSION:
             raise UnsupportedModelError(
                 f"{where} has format version {version}, this ram_trl reads up to {FORMAT_VERSION}: "
                 "pip install --upgrade ram_trl"
             )
+        if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(content)):
+            raise CorruptedFileError(f"{where} is not a manifest: it lacks {', '.join(missing)}")
         try:
             return cls(
                 **{

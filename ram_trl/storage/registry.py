@@ -51,8 +51,8 @@ __all__ = [
 MANIFEST, TENSORS, DELTA = "manifest.json", "tensors.json", "delta.safetensors"
 ADAPTER, ADAPTER_MAP = "adapter_model.safetensors", "adapter_map.json"
 _AGENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_VERSION = re.compile(r"v(\d{6,9})")
-_REMOVED = re.compile(r"v(\d{6,9})\.removed")
+_VERSION = re.compile(r"v([0-9]{6}|[1-9][0-9]{6,8})")
+_REMOVED = re.compile(rf"{_VERSION.pattern}\.removed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class RegisteredAgent:
             CorruptedFileError: if a file is missing, changed, or not recorded.
         """
         cure = f"remove it (ram-trl remove --agent {self}) and register it again from its checkpoint"
-        found = {file.name for file in self.path.iterdir()} - {MANIFEST}
+        with explain_os_errors(f"reading {self.path}"):
+            found = {file.name for file in self.path.iterdir()} - {MANIFEST}
         for name in sorted(found ^ set(self.manifest.files)):
             state = "has an unrecorded file" if name in found else "lacks its file"
             raise CorruptedFileError(f"agent {self} {state} {name}: {cure}")
@@ -273,6 +274,6 @@ def _parse_spec(spec: str) -> tuple[str, int | None]:
     check_agent_name(name)
     if not separator:
         return name, None
-    if not re.fullmatch(r"v[1-9]\d{0,8}", version):
+    if not re.fullmatch(r"v[1-9][0-9]{0,8}", version):
         raise InvalidNameError(f"{spec!r} does not name a version: write it like {name}@v2")
     return name, int(version[1:])

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor
@@ -33,6 +32,10 @@ __all__ = [
 
 # The format's own bound on a header.
 MAX_HEADER_BYTES = 100_000_000
+# Over 200,000 tensors. More only make a reader busy for minutes: a header is believed after it was parsed.
+_MAX_HEADER_VALUES = 1 << 21
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 1 << 48
 _READ_BYTES = 1 << 22
 
 DTYPES = {
@@ -95,6 +98,8 @@ class TensorFile:
         CorruptedFileError: if the header is not a valid one for a file of this size.
         StorageError: if the file cannot be opened or is not a regular file.
     """
+
+    _fd = -1
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -163,9 +168,14 @@ class TensorFile:
         length = int.from_bytes(self.read_bytes(0, 8), "little")
         if length > min(MAX_HEADER_BYTES, status.st_size - 8):
             raise CorruptedFileError(f"{self.path} is not a safetensors file: it claims a header of {length} bytes")
+        text = self.read_bytes(8, length)
+        if sum(text.count(mark) for mark in (b"{", b"[", b",")) > _MAX_HEADER_VALUES:
+            raise CorruptedFileError(f"{self.path} has a damaged header: more entries than any model has tensors")
         try:
-            header = json.loads(self.read_bytes(8, length), object_pairs_hook=_unique_keys)
+            header = json.loads(text.decode(), object_pairs_hook=_unique_keys)
             metadata = header.pop("__metadata__", {})
+            if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("its __metadata__ does not map names to strings")
             infos = [_parse_entry(name, entry) for name, entry in header.items()]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptedFileError(f"{self.path} has a damaged header: {error}") from error
@@ -226,7 +236,8 @@ class StreamWriter:
 
     def cancel(self) -> None:
         """Forget a tensor that was begun and to which nothing was appended."""
-        assert self._infos.pop().offset == self._position
+        info = self._infos.pop()
+        assert info.offset == self._position, f"{info.name}: {self._position - info.offset} bytes were appended"
 
     def write(self, name: str, tensor: Tensor) -> None:
         """A whole tensor at once."""
@@ -280,7 +291,14 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _parse_entry(name: str, entry: dict) -> tuple[TensorInfo, tuple[int, int]]:
-    shape, (begin, end) = entry["shape"], entry["data_offsets"]
-    if not all(type(size) is int and 0 <= size <= np.iinfo(np.int64).max for size in [*shape, begin, end]):
-        raise ValueError(f"tensor {name!r} has a shape or an offset that is not a natural number")
+    # a name with half of a surrogate pair could not be written again
+    name.encode()
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if type(shape) is not list or type(offsets) is not list or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name!r} has a shape or offsets that are not short lists")
+    begin, end = offsets
+    if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in [*shape, begin, end]):
+        raise ValueError(f"tensor {name!r} has a shape or an offset that is not a natural number, or is too large")
+    if math.prod(size or 1 for size in shape) > _MAX_SIZE:
+        raise ValueError(f"tensor {name!r} has a shape that is too large")
     return TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape)), (begin, end)
