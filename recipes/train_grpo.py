@@ -4,8 +4,8 @@ accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/train
     --config recipes/configs/train_grpo.yaml --registry registry --agent math
 
 Every option of TRL's GRPOConfig, ModelConfig and ScriptArguments can be given here or in the YAML file. `dataset_name`
-is a dataset of the Hub, or a local .json, .jsonl, .csv or .parquet file with a "prompt" column; its other columns reach
-the reward functions by name.
+is a dataset of the Hub, or a local .json, .jsonl, .csv or .parquet file with a "prompt" column. Its other columns
+reach the reward functions by name.
 """
 
 import importlib
