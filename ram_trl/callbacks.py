@@ -4,6 +4,8 @@ import logging
 import math
 import os
 import shlex
+import traceback
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -15,12 +17,11 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
 
 from .distributed import current_world
 from .errors import RamTrlError
 from .registering.live import LiveRegistration
-from .registering.live_model import base_name
+from .registering.live_model import base_name, unwrap
 from .storage.registry import AgentRegistry, RegisteredAgent
 
 
@@ -81,14 +82,15 @@ class RAMRegistryCallback(TrainerCallback, ExportableState):
         epsilon: float = 1e-5,
         strict: bool = False,
     ):
+        # They go into every checkpoint's trainer state, as JSON.
         self._arguments = {
-            "registry": str(registry),
+            "registry": os.fspath(registry),
             "agent": agent,
-            "base_model": base_model,
+            "base_model": None if base_model is None else os.fspath(base_model),
             "revision": revision,
             "snapshot_dtype": snapshot_dtype,
-            "epsilon": epsilon,
-            "strict": strict,
+            "epsilon": float(epsilon),
+            "strict": bool(strict),
         }
         self._registration = LiveRegistration(
             registry=AgentRegistry(registry),
@@ -116,17 +118,18 @@ class RAMRegistryCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
     ) -> None:
         world = current_world()
+        executed_in = _AUTOCAST.get(AcceleratorState().mixed_precision)
         try:
-            executed_in = _AUTOCAST.get(AcceleratorState().mixed_precision)
             self.registered = self._registration.register(model, world, executed_in, _provenance(args, state))
         except Exception as error:
+            _release_frames(error)
             self.error = error
             if world.is_main:
                 logger.error(
                     "agent %r was NOT registered: %s\nThe trained model is unharmed. Register it later with:\n  %s",
                     self._arguments["agent"],
                     error if isinstance(error, RamTrlError) else repr(error),
-                    self._retry_command(args, model),
+                    self._retry_command(args, state, model, executed_in),
                     exc_info=not isinstance(error, RamTrlError),
                 )
             if self.strict:
@@ -134,16 +137,45 @@ class RAMRegistryCallback(TrainerCallback, ExportableState):
         if self.registered is not None:
             logger.info("registered agent %s in %s", self.registered, self._arguments["registry"])
 
-    def _retry_command(self, args: TrainingArguments, model: nn.Module) -> str:
-        checkpoint = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    def _retry_command(
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, executed_in: torch.dtype | None
+    ) -> str:
+        """The command that registers from disk what could not be registered from memory."""
+        checkpoint = _final_checkpoint(args, state)
+        dtype = self._arguments["snapshot_dtype"]
+        if dtype == "auto" and executed_in is not None and self._registration.base_dtypes == {executed_in}:
+            # a checkpoint does not tell what its run computed in
+            dtype = str(executed_in).removeprefix("torch.")
         options = {
             "registry": self._arguments["registry"],
             "agent": self._arguments["agent"],
-            "base_model": self._arguments["base_model"] or base_name(model),
+            "base_model": self._arguments["base_model"] or base_name(unwrap(model)),
+            "revision": self._arguments["revision"],
             "model": checkpoint or "DIR",
+            "snapshot_dtype": None if dtype == "auto" else dtype,
+            "epsilon": None if self._arguments["epsilon"] == 1e-5 else str(self._arguments["epsilon"]),
         }
-        command = "ram-trl register " + " ".join(f"--{name} {shlex.quote(value)}" for name, value in options.items())
-        return command if checkpoint else f"{command}\n  (after trainer.save_model(DIR): there is no checkpoint)"
+        given = {name: shlex.quote(value) for name, value in options.items() if value is not None}
+        command = "ram-trl register " + " ".join(f"--{name} {value}" for name, value in given.items())
+        return command if checkpoint else f"{command}\n  (after trainer.save_model(DIR): there is no checkpoint of it)"
+
+
+def _final_checkpoint(args: TrainingArguments, state: TrainerState) -> str | None:
+    """The checkpoint that holds the model as it is at the end; the last one need not, and may be of an earlier run."""
+    if args.save_strategy == "no":
+        return None
+    path = Path(args.output_dir, f"checkpoint-{state.global_step}")
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        path = Path(state.best_model_checkpoint)
+    return str(path) if any(path.glob("*.safetensors")) else None
+
+
+def _release_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error hold: whole tensors, and open files whose space stays taken."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
 
 
 def _provenance(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,11 @@ __all__ = ["SINGLE", "World", "current_world", "full_parameter", "is_sharded", "
 
 T = TypeVar("T")
 
+# A launcher starts its processes together; how much later one may be than another, in seconds.
+JOIN_SECONDS = 60
+# Set by mpirun, which sets no WORLD_SIZE.
+_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -33,11 +39,14 @@ class World:
             Number of processes. With 1, every collective returns at once.
         device (`torch.device`, *optional*, defaults to the CPU):
             Device that this process computes on.
+        group (`ProcessGroup`, *optional*):
+            Group that the processes talk through; the default one if unset.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -48,7 +57,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def sum_counts(self, counts: Sequence[int]) -> list[int]:
@@ -95,29 +104,58 @@ def current_world() -> World:
 
 
 def start_world(cpu: bool = False) -> World:
-    """Start or join the process group that a launcher prepared.
+    """Join the processes that a launcher (`accelerate launch`, `torchrun`) started.
+
+    They talk through gloo, whatever device they compute on: what they exchange are small Python objects.
 
     Args:
         cpu (`bool`, *optional*, defaults to `False`):
             Compute on the CPU even if there is a GPU.
 
     Raises:
-        DistributedError: if the environment promises more processes than came together.
+        DistributedError: if the environment promises other processes and they do not come.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched == 1:
-        use_gpu = torch.cuda.is_available() and not cpu
-        return World(device=torch.device("cuda", 0) if use_gpu else torch.device("cpu"))
-    # imported here: one process starts without accelerate
-    from accelerate import PartialState
-
-    state = PartialState(cpu=cpu)
-    if state.num_processes != launched:
+    cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    size = _launched("WORLD_SIZE", 1)
+    for variable in _MPI_SIZES:
+        if size == 1 and _launched(variable, 1) > 1:
+            raise DistributedError(
+                f"{variable} is {os.environ[variable]}, but mpirun starts processes that do not know each other: "
+                "start them with torchrun --nproc_per_node N, or merge in one process"
+            )
+    if size == 1:
+        return World(device=_device(0, cpu))
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
         raise DistributedError(
-            f"WORLD_SIZE is {launched} but {state.num_processes} process came together: on a CPU use "
-            "torchrun --nproc_per_node N with ACCELERATE_USE_CPU=true, or one process"
+            f"WORLD_SIZE is {size} but {missing[0]} is not set, so no launcher started these processes: "
+            "use torchrun --nproc_per_node N or accelerate launch, or unset WORLD_SIZE"
         )
-    return World(state.process_index, state.num_processes, state.device)
+    rank = _launched("RANK", 0)
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
+        # One process may work long before the others hear of it.
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"WORLD_SIZE is {size}, but that many processes did not come together within {JOIN_SECONDS} seconds: "
+            "start all of them with torchrun or accelerate launch, or unset WORLD_SIZE"
+        ) from error
+    return World(rank, size, _device(_launched("LOCAL_RANK", rank), cpu), group)
+
+
+def _launched(variable: str, default: int) -> int:
+    """A number that a launcher left in the environment."""
+    text = os.environ.get(variable, "").strip() or str(default)
+    if not text.isdecimal():
+        raise DistributedError(f"the environment has {variable}={text!r}, which is not a number")
+    return int(text)
+
+
+def _device(local_rank: int, cpu: bool) -> torch.device:
+    if cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def is_sharded(parameter: Tensor) -> bool:

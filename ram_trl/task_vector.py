@@ -4,6 +4,8 @@ A full fine-tune and a LoRA adapter look the same from here: [`open_task_vector`
 tensors the agent changed and what it makes of any tile of them.
 """
 
+import functools
+
 from torch import Tensor
 
 from .arithmetic.codec import FRAME_NUMEL, decode_frame
@@ -119,7 +121,8 @@ class LoraTaskVector(TaskVector):
     def __init__(self, agent: RegisteredAgent):
         super().__init__(agent)
         self._map = agent.adapter_map()
-        self._factors: tuple[str, LoraFactors] | None = None
+        # tiles of one tensor come one after another
+        self._factors_of = functools.lru_cache(maxsize=8)(self._read_factors)
 
     @property
     def changed_tensors(self) -> set[str]:
@@ -139,16 +142,12 @@ class LoraTaskVector(TaskVector):
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor:
         return self.tile(0, name, start, base).value.to(base.dtype)
 
-    def _factors_of(self, name: str) -> LoraFactors:
-        """Factors of a tensor; those of the last one are kept, because tiles come in order."""
-        if self._factors is None or self._factors[0] != name:
-            record = self._map[name]
-            factor_a, factor_b = (
-                self._file.read(key).view(self._file.tensors[key].shape) for key in (record.factor_a, record.factor_b)
-            )
-            factors = LoraFactors.from_peft(factor_a, factor_b, record.scaling, record.transposed)
-            self._factors = (name, factors)
-        return self._factors[1]
+    def _read_factors(self, name: str) -> LoraFactors:
+        record = self._map[name]
+        factor_a, factor_b = (
+            self._file.read(key).view(self._file.tensors[key].shape) for key in (record.factor_a, record.factor_b)
+        )
+        return LoraFactors.from_peft(factor_a, factor_b, record.scaling, record.transposed)
 
 
 def open_task_vector(agent: RegisteredAgent) -> TaskVector:

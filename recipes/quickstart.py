@@ -106,7 +106,7 @@ class Journey:
         """Runs the jobs of a stage that are not finished yet."""
         pending = [job for job in jobs if not self.is_finished(job)]
         if pending:
-            console.print(f"[bold]{title}[/] ({', '.join(job.name for job in pending)})")
+            console.print(f"[bold]{title}[/]")
             self.run_jobs(pending)
         else:
             console.print(f"[bold]{title}[/]: already there")
@@ -115,10 +115,11 @@ class Journey:
     def run_jobs(self, pending: list[Job]) -> None:
         parallel = min(len(pending), os.cpu_count() or 1)
         threads = min((os.cpu_count() or 1) // parallel, MAX_THREADS)
-        columns = (TextColumn("  {task.description:<16}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = [TextColumn("  {task.description:<16}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()]
+        columns.append(TextColumn("{task.fields[note]}"))
         bars, running, last_report = {}, [], time.monotonic()
         try:
-            with Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=True) as progress:
+            with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
                 while pending or running:
                     while pending and len(running) < parallel:
                         running.append(pending.pop(0))
@@ -201,6 +202,8 @@ def evaluate(root: Path) -> dict[str, Any]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    # More threads gain nothing here, and cost much where the cores are shared.
+    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(root / "base")
     paths = {"base": root / "base"} | {f"{task} agent": root / "models" / task for task in TASK_NAMES}
     paths |= {name: root / "models" / method for name, method in MERGES.items()}
@@ -219,28 +222,29 @@ def evaluate(root: Path) -> dict[str, Any]:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Prints accuracies with their differences to the base, and each agent's density, rho and lambda."""
-    table = Table(box=box.SIMPLE_HEAD, title="Greedy exact match on held-out prompts, % (difference to the base)")
-    for column in ("", *TASK_NAMES, "mean", "density", "rho", "lambda"):
-        table.add_column(column, justify="right" if column else "left")
+    """Prints accuracies with their differences to the base, and each agent's density and rho."""
+    title = "Greedy exact match on held-out prompts, %, and the difference to the base"
+    table = Table(box=box.SIMPLE_HEAD, title=title, padding=(0, 0, 0, 1))
+    for column in ("", *TASK_NAMES, "mean", "density", "rho"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     base = results["accuracies"]["base"]
     for name, scores in results["accuracies"].items():
         cells = []
         for column, score in scores.items():
-            difference = "" if name == "base" else f" ({100 * (score - base[column]):+5.1f})"
+            difference = "" if name == "base" else f" {100 * (score - base[column]):+5.1f}"
             style = "bold green" if name == f"{column} agent" else "bold" if name == "RAM+" else "default"
             cells.append(f"[{style}]{100 * score:.1f}{difference}[/]")
         if name in results["agents"]:
             agent = results["agents"][name]
-            cells += [f"{agent['density']:.1%}", f"{float(agent['rho']):.2f}", f"{agent['lambda']:.2f}"]
+            cells += [f"{agent['density']:.1%}", f"{float(agent['rho']):.2f}"]
         table.add_row(name, *cells, end_section=name in ("base", f"{TASK_NAMES[-1]} agent"))
     console.print(table)
     half_width = 196 * (0.25 / results["num_prompts"]) ** 0.5
     console.print(
-        f"95 % confidence at most +-{half_width:.1f} points on a task ({results['num_prompts']} prompts), "
-        f"+-{half_width / len(TASK_NAMES) ** 0.5:.1f} on the mean. [bold green]Green[/]: an agent on its own task.\n"
-        f"Density: share of parameters changed by more than {results['epsilon']:g}; rho: shared / unique changes; "
-        f"lambda: RAM+'s factor\non the unique ones. The {LORA_AGENT} agent is a LoRA adapter."
+        f"95 % confidence: at most +-{half_width:.1f} on a task ({results['num_prompts']} prompts), "
+        f"+-{half_width / len(TASK_NAMES) ** 0.5:.1f} on the mean.\n"
+        f"[bold green]Green[/]: an agent on its own task; the {LORA_AGENT} agent is a LoRA adapter.\n"
+        f"Density: parameters changed by more than {results['epsilon']:g}; rho: shared / unique changes."
     )
 
 
@@ -265,16 +269,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="quickstart", help="directory of everything that is made")
     parser.add_argument("--seed", type=int, default=0, help="seed of the pre-training and of the agents")
     parser.add_argument("--fresh", action="store_true", help="remove what earlier runs have finished and start over")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_args()
+    args = parser.parse_args()
     started = time.monotonic()
     root = Path(args.output_dir).resolve()
     if root.exists() and not (root / "finished").is_dir() and any(root.iterdir()):
@@ -285,14 +285,14 @@ def main() -> None:
     journey = Journey(root)
     pretraining, agents, final = plan_jobs(root, args.seed)
     journey.run("1/4 Pre-train the base", pretraining)
-    journey.run("2/4 Train the agents with GRPO and register them", agents)
-    journey.run("3/4 Merge the agents, restore each one", final)
+    journey.run("2/4 Train the agents with GRPO", agents)
+    journey.run("3/4 Merge, and restore each agent", final)
     console.print(f"[bold]4/4 Evaluate on {NUM_PROMPTS} held-out prompts per task[/]")
     results = evaluate(root)
     (root / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     plot(results, root / "results.png")
     print_table(results)
-    console.print(f"{root}: results.json, results.png, models/ram_plus. {time.monotonic() - started:.0f} s in all.")
+    console.print(f"results.json, results.png, models/ram_plus in {root} ({time.monotonic() - started:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/train
     --config recipes/configs/train_grpo.yaml --registry registry --agent math
 
 Every option of TRL's GRPOConfig, ModelConfig and ScriptArguments can be given here or in the YAML file. `dataset_name`
-is a dataset of the Hub, or a local .json, .jsonl, .csv or .parquet file with a "prompt" column. Its other columns
-reach the reward functions by name.
+is a dataset of the Hub, or a local .json, .jsonl, .csv or .parquet file with a "prompt" column; its other columns reach
+the reward functions by name.
 """
 
 import importlib
@@ -14,24 +14,41 @@ import sys
 from pathlib import Path
 
 from ram_trl.config import RegistryConfig
+from ram_trl.errors import ConfigError
+from ram_trl.terminal import exit_on_error
 
 
 _LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def load_prompts(script_args):
+def load_prompts(name, config, split):
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
-    name = script_args.dataset_name
-    if Path(name).is_file():
-        return load_dataset(_LOCAL_FORMATS[Path(name).suffix], data_files=name, split="train")
-    return load_dataset(name, script_args.dataset_config, split=script_args.dataset_train_split)
+    is_local, suffix = Path(name).is_file(), Path(name).suffix
+    if suffix not in _LOCAL_FORMATS and is_local:
+        raise ConfigError(f"dataset_name={name!r} is none of {', '.join(_LOCAL_FORMATS)}")
+    if suffix in _LOCAL_FORMATS and not is_local:
+        raise ConfigError(f"dataset_name={name!r} is not a file")
+    try:
+        if is_local:
+            prompts = load_dataset(_LOCAL_FORMATS[suffix], data_files=name, split="train")
+        else:
+            prompts = load_dataset(name, config, split=split)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise ConfigError(f"dataset_name={name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    if "prompt" not in prompts.column_names:
+        raise ConfigError(f"dataset_name={name!r} has no column 'prompt', only {', '.join(prompts.column_names)}")
+    return prompts
 
 
 def load_reward(name):
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), function)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"reward_funcs: {name!r} is not a MODULE:FUNCTION that can be imported: {error}") from error
 
 
 def main() -> None:
@@ -40,7 +57,12 @@ def main() -> None:
     from ram_trl import RAMRegistryCallback
 
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, RegistryConfig))
-    script_args, training_args, model_args, registry_args = parser.parse_args_and_config()
+    try:
+        script_args, training_args, model_args, registry_args = parser.parse_args_and_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    if script_args.dataset_name is None or model_args.model_name_or_path is None:
+        raise ConfigError("--model_name_or_path and --dataset_name are both needed")
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
@@ -54,21 +76,25 @@ def main() -> None:
         revision=model_args.model_revision if registry_args.registry_base_model is None else None,
         snapshot_dtype=registry_args.snapshot_dtype,
         epsilon=registry_args.snapshot_epsilon,
-        strict=registry_args.strict,
     )
     trainer = GRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=[load_reward(name) for name in registry_args.reward_funcs],
         args=training_args,
-        train_dataset=load_prompts(script_args),
+        train_dataset=load_prompts(
+            script_args.dataset_name, script_args.dataset_config, script_args.dataset_train_split
+        ),
         peft_config=get_peft_config(model_args),
         callbacks=[callback],
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
-    if trainer.accelerator.is_main_process and callback.registered is not None:
+    if registry_args.strict and callback.error is not None:
+        raise callback.error
+    if callback.registered is not None:
         print(f"registered {callback.registered} in {registry_args.registry}")
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_error(is_main=lambda: os.environ.get("RANK", "0") == "0"):
+        main()

@@ -40,7 +40,8 @@ def make_model(seed, num_agents, shapes, dtype, epsilon, density=0.5, lacking=0.
         size = math.prod(shape)
         base[name] = normal(size, 0.02).to(dtype)
         # a base of zero: there the delta is exactly the agent's value, also where that is epsilon itself
-        base[name][torch.rand(size, generator=generator) < 0.4] = 0.0
+        for zero in (0.0, -0.0):
+            base[name][torch.rand(size, generator=generator) < 0.25] = zero
         for agent in agents:
             if torch.rand((), generator=generator) < lacking:
                 continue
@@ -148,9 +149,7 @@ def test_average_is_the_mean_over_all_agents_zeros_included(model):
     expected = oracle_average({n: (len(v),) for n, v in base.items()}, task_vectors(base, agents), weights)
     for name, values in base.items():
         updates = [
-            TileUpdate(t, a[name].float(), a[name].float() - values.float())
-            for t, a in enumerate(agents)
-            if name in a
+            TileUpdate(t, a[name].float(), a[name].float() - values.float()) for t, a in enumerate(agents) if name in a
         ]
         merged = average_tile(values.float(), updates, weights)
         np.testing.assert_allclose(merged, values.double().numpy() + expected[name], rtol=1e-6, atol=3e-8)

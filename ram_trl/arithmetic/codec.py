@@ -122,5 +122,5 @@ def _unpack_32(payload: bytes, numel: int) -> Tensor:
     if len(payload) != 4 * numel:
         raise CorruptedFileError(f"a frame holds {len(payload)} bytes, {4 * numel} were expected")
     planes = np.frombuffer(payload, np.uint8).reshape(4, numel)
-    zigzag = torch.from_numpy(np.ascontiguousarray(planes.T).view("<i4").reshape(-1))
+    zigzag = torch.from_numpy(planes.T.copy().view("<i4").reshape(-1))
     return ((zigzag >> 1) & torch.iinfo(torch.int32).max) ^ -(zigzag & 1)

@@ -84,6 +84,12 @@ class OverlapCounts:
         """The counts as one list of integers, for a sum over processes."""
         return [*self.changed, *self.unique, *self.histogram]
 
+    def add(self, other: "OverlapCounts") -> None:
+        """Add the counts of another part of the model."""
+        summed = [a + b for a, b in zip(self.to_list(), other.to_list(), strict=True)]
+        part = OverlapCounts.from_list(summed, len(self.changed))
+        self.changed, self.unique, self.histogram = part.changed, part.unique, part.histogram
+
     @classmethod
     def from_list(cls, counts: Sequence[int], num_agents: int) -> "OverlapCounts":
         counts = list(counts)

@@ -107,7 +107,7 @@ def _row(row: dict[str, Any]) -> str:
 
 def _arguments(report: dict[str, Any]) -> str:
     agents = " ".join(f"{row['name']}@v{row['version']}" for row in report["agents"])
-    weights = " ".join(f"{row['name']}@v{row['version']}={row['weight']:g}" for row in report["agents"])
+    weights = " ".join(f"{row['name']}@v{row['version']}={row['weight']!r}" for row in report["agents"])
     options = ("method", "r", "alpha", "epsilon", "output_dtype", "rounding", "seed")
     listed = " ".join(f"--{option} {report[option]}" for option in options)
     return f"--agents {agents} {listed} --weights {weights}"

@@ -1,10 +1,15 @@
 """The two streaming passes over the model: probe counts, merge computes and writes.
 
-Both walk over the tensors that a rank was given, one tile of the base and of each agent at a time.
+A rank's tensors are cut into blocks. Every thread walks over a block at a time, one tile of the base and of each agent
+in its hands, and does all of the work on it: reading, decoding, arithmetic, writing. So memory is bounded by threads
+and agents, not by the model, and the disk is busy while others compute.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +33,24 @@ from .plan import MergePlan
 
 __all__ = ["merge_tensors", "probe_tensors"]
 
+# Large enough that a thread is rarely without work, small enough that the largest tensor is shared by all.
+_BLOCK_NUMEL = 16 * TILE_NUMEL
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+# For every agent the magnitude of its unique changes as written, and in the agent.
+Magnitudes = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Elements `start ... stop - 1` of a flattened tensor, and their bytes in the base."""
+
+    name: str
+    start: int
+    stop: int
+    nbytes: int
+
 
 def probe_tensors(
     plan: MergePlan, names: Sequence[str], device: torch.device, advance: Callable[[int], None]
@@ -42,23 +65,33 @@ def probe_tensors(
         device (`torch.device`):
             Device to compute on.
         advance (`Callable[[int], None]`):
-            Called with the bytes of every tensor that is done.
+            Called with the bytes of every block that is done.
 
     Raises:
         BaseModelError: if a tensor of the base is not what was recorded.
         NonFiniteError: if an agent holds NaN or infinity.
     """
-    counts = OverlapCounts.zeros(len(plan.agents))
-    for name in names:
-        info = plan.base.tensors[name]
-        check_base_tensor(plan.base, name, plan.records[name])
-        if name in plan.touched_by:
-            for _, base, updates in _tiles(plan, name, device):
+
+    def check(name: str) -> None:
+        for copy in plan.copies_of(name):
+            check_base_tensor(plan.base, copy.name, plan.records[copy.name])
+
+    def count(block: _Block) -> OverlapCounts:
+        counts = OverlapCounts.zeros(len(plan.agents))
+        if block.name in plan.touched_by:
+            for _, base, updates in _tiles(plan, block, plan.settings.epsilon, device):
                 count_overlaps(updates, base.numel(), counts)
-        elif codec_dtype(info.dtype, torch.float32) is not None:
-            count_overlaps([], info.numel, counts)
-        advance(info.nbytes)
-    return counts
+        elif codec_dtype(plan.base.tensors[block.name].dtype, torch.float32) is not None:
+            count_overlaps([], block.stop - block.start, counts)
+        return counts
+
+    total = OverlapCounts.zeros(len(plan.agents))
+    for _ in _in_threads(check, names):
+        pass
+    for block, counts in _in_threads(count, _blocks(plan, names)):
+        total.add(counts)
+        advance(block.nbytes)
+    return total
 
 
 def merge_tensors(
@@ -68,7 +101,7 @@ def merge_tensors(
     writer: CheckpointWriter,
     device: torch.device,
     advance: Callable[[int], None],
-) -> dict[str, list[tuple[float, float]]]:
+) -> dict[str, Magnitudes]:
     """Merge some of the tensors (section 4.3) and write them.
 
     Args:
@@ -83,33 +116,38 @@ def merge_tensors(
         device (`torch.device`):
             Device to compute on.
         advance (`Callable[[int], None]`):
-            Called with the bytes of every tensor that is done.
+            Called with the bytes of every block that is done.
 
     Returns:
         `dict[str, list[tuple[float, float]]]`: for every changed tensor and agent, the magnitude of the agent's unique
         changes in the written model and in the agent; their ratio is the effective lambda.
     """
-    magnitudes = {}
-    for name in names:
-        info = plan.base.tensors[name]
-        if name in plan.touched_by:
-            magnitudes[name] = _merge_tensor(plan, name, factors, writer, device)
-        else:
-            for start in range(0, info.numel, TILE_NUMEL):
-                tile = plan.base.read(name, start, min(start + TILE_NUMEL, info.numel))
-                for copy in plan.copies_of(name):
-                    writer.write(copy.name, start, tile.to(copy.dtype))
-        advance(info.nbytes)
-    return magnitudes
+
+    def merge(block: _Block) -> Magnitudes:
+        if block.name in plan.touched_by:
+            return _merge_block(plan, block, factors, writer, device)
+        for start, stop in _tile_bounds(block):
+            tile = plan.base.read(block.name, start, stop)
+            for copy in plan.copies_of(block.name):
+                writer.write(copy.name, start, tile.to(copy.dtype))
+        return []
+
+    parts: dict[str, list[Magnitudes]] = {}
+    for block, magnitudes in _in_threads(merge, _blocks(plan, names)):
+        if magnitudes:
+            parts.setdefault(block.name, []).append(magnitudes)
+        advance(block.nbytes)
+    return {name: _add_magnitudes(blocks) for name, blocks in parts.items()}
 
 
-def _merge_tensor(
-    plan: MergePlan, name: str, factors: Sequence[float], writer: CheckpointWriter, device: torch.device
-) -> list[tuple[float, float]]:
-    settings, copies = plan.settings, plan.copies_of(name)
-    written: list[list[float]] = [[] for _ in plan.agents]
-    unique: list[list[float]] = [[] for _ in plan.agents]
-    for start, base, updates in _tiles(plan, name, device):
+def _merge_block(
+    plan: MergePlan, block: _Block, factors: Sequence[float], writer: CheckpointWriter, device: torch.device
+) -> Magnitudes:
+    settings, copies = plan.settings, plan.copies_of(block.name)
+    # a plain average knows no masks
+    epsilon = 0.0 if settings.method == "average" else settings.epsilon
+    tiles = []
+    for start, base, updates in _tiles(plan, block, epsilon, device):
         if not updates:
             merged = base
         elif settings.method == "average":
@@ -117,27 +155,66 @@ def _merge_tensor(
         else:
             merged = selective_merge_tile(base, updates, factors, plan.weights)
         if settings.rounding == "stochastic":
-            rounded = round_stochastic(merged, copies[0].dtype, seed=settings.seed, name=name, start=start)
+            rounded = round_stochastic(merged, copies[0].dtype, seed=settings.seed, name=block.name, start=start)
         else:
             rounded = merged.to(copies[0].dtype)
-        for update, (after, before) in zip(updates, unique_magnitudes(base, rounded, updates), strict=True):
-            written[update.agent].append(after)
-            unique[update.agent].append(before)
+        magnitudes = [(0.0, 0.0)] * len(plan.agents)
+        for update, pair in zip(updates, unique_magnitudes(base, rounded, updates), strict=True):
+            magnitudes[update.agent] = pair
+        tiles.append(magnitudes)
         rounded = rounded.cpu()
         for copy in copies:
             writer.write(copy.name, start, rounded)
-    return [(math.fsum(after), math.fsum(before)) for after, before in zip(written, unique, strict=True)]
+    return _add_magnitudes(tiles)
 
 
-def _tiles(plan: MergePlan, name: str, device: torch.device) -> Iterator[tuple[int, Tensor, list[TileUpdate]]]:
-    """Start, base in float32 and the agents' masked updates of every tile of a tensor."""
-    numel = plan.base.tensors[name].numel
-    for start in range(0, numel, TILE_NUMEL):
-        base = plan.base.read(name, start, min(start + TILE_NUMEL, numel))
+def _add_magnitudes(parts: list[Magnitudes]) -> Magnitudes:
+    """Sums over tiles or blocks, exact, so that their order does not matter."""
+    return [
+        (math.fsum(after for after, _ in pairs), math.fsum(before for _, before in pairs))
+        for pairs in zip(*parts, strict=True)
+    ]
+
+
+def _tiles(
+    plan: MergePlan, block: _Block, epsilon: float, device: torch.device
+) -> Iterator[tuple[int, Tensor, list[TileUpdate]]]:
+    """Start, base in float32 and the agents' masked updates of every tile of a block."""
+    for start, stop in _tile_bounds(block):
+        base = plan.base.read(block.name, start, stop)
         updates = []
-        for position in plan.touched_by[name]:
-            update = plan.vectors[position].tile(position, name, start, base)
+        for position in plan.touched_by[block.name]:
+            update = plan.vectors[position].tile(position, block.name, start, base)
             if update is not None:
                 update = TileUpdate(position, update.value.to(device), update.delta.to(device))
-                updates.append(mask_inactive_(update, plan.settings.epsilon))
+                updates.append(mask_inactive_(update, epsilon))
         yield start, base.to(device).float(), updates
+
+
+def _tile_bounds(block: _Block) -> Iterator[tuple[int, int]]:
+    for start in range(block.start, block.stop, TILE_NUMEL):
+        yield start, min(start + TILE_NUMEL, block.stop)
+
+
+def _blocks(plan: MergePlan, names: Sequence[str]) -> list[_Block]:
+    blocks = []
+    for name in names:
+        info = plan.base.tensors[name]
+        for start in range(0, info.numel, _BLOCK_NUMEL):
+            stop = min(start + _BLOCK_NUMEL, info.numel)
+            blocks.append(_Block(name, start, stop, (stop - start) * info.dtype.itemsize))
+    return blocks
+
+
+def _in_threads(work: Callable[[Work], Result], items: Iterable[Work]) -> Iterator[tuple[Work, Result]]:
+    """Do some work on every item in as many threads as torch may use; items and results in their order.
+
+    Each thread computes with one thread of torch: tiles are small, and threads that meet after every operation wait
+    for the slowest.
+    """
+    items, threads = list(items), torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield from zip(items, pool.map(work, items), strict=True)
+    finally:
+        torch.set_num_threads(threads)

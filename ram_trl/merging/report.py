@@ -52,7 +52,9 @@ def build_report(
             "weight": plan.weights[position],
         }
         if magnitudes is not None:
-            row["effective_lambda"] = _ratio([tensor[position] for tensor in magnitudes.values()])
+            row["effective_lambda"] = _ratio(
+                [tensor[position] for tensor in magnitudes.values()], plan.weights[position]
+            )
         rows.append(row)
     report = {
         "ram_trl_version": __version__,
@@ -128,7 +130,8 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join([title, *aligned, f"parameters changed: {overlap}"])
 
 
-def _ratio(pairs: list[tuple[float, float]]) -> float | None:
+def _ratio(pairs: list[tuple[float, float]], weight: float) -> float | None:
+    """What is left of lambda: the agent's weight is no part of it."""
     after, before = math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)
     # Sums of float32 differ in their last places with the number of threads.
-    return round(after / before, 6) if before else None
+    return round(after / (weight * before), 6) if before else None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import IncompatibleAgentError, UnsupportedModelError
-from ..storage.checkpoint import Checkpoint
+from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import LoraRecord
 from ..storage.tensor_file import DTYPE_NAMES
 
@@ -19,6 +19,8 @@ __all__ = ["PREFIX", "check_adapter_config", "check_targets", "config_scaling", 
 
 # PEFT's name of the wrapped model.
 PREFIX = "base_model.model."
+# Ends of the names of input embeddings.
+_EMBEDDINGS = ("embed_tokens.weight", ".wte.weight", "word_embeddings.weight", ".embed_in.weight")
 # Initialisations that leave the base's weights as they are.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _REFUSED_OPTIONS = {
@@ -81,11 +83,18 @@ def check_targets(names: Iterable[str], base: Checkpoint) -> None:
 
     Raises:
         IncompatibleAgentError: if the base has no such tensor.
-        UnsupportedModelError: if the tensor repeats another one (a tied output head).
+        UnsupportedModelError: if the tensor repeats another one (a tied output head), or another one repeats it.
     """
     for name in names:
-        if name in base.tied or (name == "lm_head.weight" and name not in base.tensors):
+        if name in base.tied or (name == OUTPUT_HEAD and name not in base.tensors):
             raise UnsupportedModelError(f"the adapter changes {name!r}, which the base ties to another: {_CURE}")
+        head_is_tied = base.ties_embeddings and (bool(base.tied) or OUTPUT_HEAD not in base.tensors)
+        if head_is_tied and name.endswith(_EMBEDDINGS):
+            # PEFT trains the embedding alone; in the merged model the output head would change with it.
+            raise UnsupportedModelError(
+                f"the adapter changes {name!r}, which the base ties to its output head, and the head was trained "
+                "without it: untie the base, save it, and train from that"
+            )
         if name not in base.tensors:
             raise IncompatibleAgentError(f"the adapter changes {name!r}, which the base {base.name} does not have")
 

@@ -6,9 +6,10 @@ the way it keeps gathering, so that no rank waits for another, and all learn of 
 
 import contextlib
 import logging
+import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from peft import PeftModel
 from torch import nn
 
 from ..distributed import World, is_sharded
-from ..errors import ConfigError, StorageError
-from ..storage.checkpoint import Checkpoint
+from ..errors import ConfigError, IncompatibleAgentError, StorageError
+from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
 from ..storage.registry import AgentRegistry, RegisteredAgent, check_agent_name
-from .adapter import map_adapter
+from .adapter import check_adapter_config, map_adapter
 from .live_model import (
     adapter_name,
     adapter_scaling,
@@ -29,8 +30,10 @@ from .live_model import (
     base_name,
     base_tensors,
     check_backend,
+    check_trained,
     full_shapes,
     gather_adapter,
+    has_trained_head,
     named_tensors,
     save_adapter,
     unwrap,
@@ -72,6 +75,8 @@ class LiveRegistration:
     revision: str | None
     snapshot_dtype: str
     epsilon: float
+    # dtypes of the base's tensors, known from `check` on
+    base_dtypes: set[torch.dtype] = field(default_factory=set, init=False)
 
     def check(self, model: nn.Module, world: World) -> None:
         """Find before training what would fail after it. All ranks call it.
@@ -125,14 +130,24 @@ class LiveRegistration:
         check_agent_name(self.agent)
         if self.snapshot_dtype not in SNAPSHOT_DTYPES:
             raise ConfigError(f"snapshot_dtype={self.snapshot_dtype!r} is not one of {', '.join(SNAPSHOT_DTYPES)}")
+        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
+            raise ConfigError(f"epsilon={self.epsilon} must be a finite number of at least 0")
         check_backend(model)
         base = self._open_base(model)
+        self.base_dtypes = {info.dtype for info in base.tensors.values()}
         if isinstance(model, PeftModel):
             adapter = adapter_name(model)
             config = model.peft_config[adapter].to_dict()
+            check_adapter_config(config)
+            check_trained(model, adapter)
             map_adapter(adapter_shapes(model, adapter), config, adapter_scaling(model, adapter), base)
         else:
             check_tensors(full_shapes(model), base)
+            if has_trained_head(model) and (OUTPUT_HEAD in base.tied or OUTPUT_HEAD not in base.tensors):
+                raise IncompatibleAgentError(
+                    f"the model trains its own {OUTPUT_HEAD!r}, which the base {base.name} ties to its embeddings: "
+                    "untie the base, save it, and train from that"
+                )
         if world.is_main:
             self.registry.check_writable()
             self._check_space(model, base)
@@ -183,6 +198,7 @@ def _snapshot_full(
 
 def _snapshot_adapter(model: PeftModel, base: Checkpoint | None, staged: Path | None, world: World) -> Manifest | None:
     adapter = adapter_name(model)
+    check_trained(model, adapter)
     state = gather_adapter(model, adapter)
     config = model.peft_config[adapter]
 

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..distributed import full_parameter, is_sharded
 from ..errors import UnsupportedModelError
+from ..storage.checkpoint import OUTPUT_HEAD
 from ..storage.registry import ADAPTER
 from .adapter import PREFIX
 
@@ -28,8 +29,10 @@ __all__ = [
     "base_name",
     "base_tensors",
     "check_backend",
+    "check_trained",
     "full_shapes",
     "gather_adapter",
+    "has_trained_head",
     "named_tensors",
     "save_adapter",
     "unwrap",
@@ -60,7 +63,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def base_name(model: nn.Module) -> str:
     """Directory or Hub id that the model was loaded from; empty if it was made from a configuration."""
-    return (model.get_base_model() if isinstance(model, PeftModel) else model).config.name_or_path
+    return (model.get_base_model() if isinstance(model, PeftModel) else model).config.name_or_path or ""
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -90,23 +93,36 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def has_trained_head(model: nn.Module) -> bool:
+    """Whether an output head is trained that is not tied to the embeddings."""
+    return any(name == OUTPUT_HEAD and held.requires_grad for name, held in named_tensors(model))
+
+
 def adapter_name(model: PeftModel) -> str:
     """The adapter that is trained.
 
     Raises:
-        UnsupportedModelError: if several are, or parameters outside of the adapter.
+        UnsupportedModelError: if several are.
     """
     names = [name for name in model.active_adapters if name != _REFERENCE]
     if len(names) != 1:
         raise UnsupportedModelError(f"one active adapter is supported, this model has {len(names)}: {names}")
-    saved = set(_adapter_state(model, names[0], _on_meta))
+    return names[0]
+
+
+def check_trained(model: PeftModel, adapter: str) -> None:
+    """Refuse a model of which more than the adapter is trained.
+
+    Raises:
+        UnsupportedModelError: naming the first such parameter.
+    """
+    saved = set(_adapter_state(model, adapter, _on_meta))
     for name, parameter in model.named_parameters():
-        plain = _strip_wrappers(name).replace(f".{names[0]}", "").replace(".modules_to_save", "")
+        plain = _strip_wrappers(name).replace(f".{adapter}", "").replace(".modules_to_save", "")
         if parameter.requires_grad and not {plain, plain.replace(".base_layer", "")} & saved:
             raise UnsupportedModelError(
                 f"parameter {name!r} is trained but is no part of the adapter: add its module to modules_to_save"
             )
-    return names[0]
 
 
 def adapter_shapes(model: PeftModel, adapter: str) -> dict[str, tuple[int, ...]]:

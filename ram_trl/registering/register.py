@@ -1,5 +1,6 @@
 """Registering an agent that is on disk: a checkpoint directory, a PEFT adapter directory, or a Hub id."""
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -66,6 +67,8 @@ def register_agent(
     """
     if snapshot_dtype not in SNAPSHOT_DTYPES:
         raise ConfigError(f"snapshot_dtype={snapshot_dtype!r} is not one of {', '.join(SNAPSHOT_DTYPES)}")
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise ConfigError(f"epsilon={epsilon} must be a finite number of at least 0")
     # Refuse what can be refused before anything is created.
     trained = Checkpoint.open(model)
     adapter = is_adapter(trained.path)

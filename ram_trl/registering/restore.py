@@ -57,16 +57,18 @@ def restore_agent(
         registered.verify()
         base = open_recorded_base(registered, base_model)
         task_vector = open_task_vector(registered)
+        records = registered.tensors()
         infos = [
-            TensorInfo(info.name, _restored_dtype(registered, info), info.shape) for info in base.tensors.values()
+            TensorInfo(info.name, _restored_dtype(registered, info, records), info.shape)
+            for info in base.tensors.values()
         ]
         writer = CheckpointWriter(staged, plan_shards(infos, shard_bytes))
         writer.create()
         writer.open()
-        records = registered.tensors()
         done, total = 0, sum(info.nbytes for info in infos)
         for info in infos:
             source = records[info.name].tied_to or info.name
+            check_base_tensor(base, info.name, records[info.name])
             _restore_tensor(task_vector, base, source, records[source], info, writer)
             done += info.nbytes
             if progress:
@@ -78,10 +80,13 @@ def restore_agent(
     return registered
 
 
-def _restored_dtype(agent: RegisteredAgent, info: TensorInfo) -> torch.dtype:
+def _restored_dtype(agent: RegisteredAgent, info: TensorInfo, records: dict[str, TensorRecord]) -> torch.dtype:
     """Dtype in which the agent ran: the base's, or wider if it was stored so."""
     if agent.manifest.kind == "lora":
         return info.dtype
+    stored = records[records[info.name].tied_to or info.name].stored
+    if stored is not None:
+        return DTYPES[stored]
     return codec_dtype(info.dtype, getattr(torch, agent.manifest.snapshot.dtype)) or info.dtype
 
 
@@ -94,7 +99,6 @@ def _restore_tensor(
     writer: CheckpointWriter,
 ) -> None:
     """Write tensor `info` from the agent's tensor `source`: the same, or the one that it is tied to."""
-    check_base_tensor(base, source, record)
     changed, hasher = source in task_vector.changed_tensors, blake3()
     for start in range(0, info.numel, TILE_NUMEL):
         base_tile = base.read(source, start, min(start + TILE_NUMEL, info.numel))

@@ -157,6 +157,7 @@ class FullSnapshot:
             stored = self._stored(info.name, base, trained)
             for hasher, tile in ((base_hasher, base), (trained_hasher, trained), (stored_hasher, stored)):
                 hasher.update(tensor_bytes(tile))
+            self._stored_numel[stored.dtype] = self._stored_numel.get(stored.dtype, 0) + stored.numel()
             base = base.to(stored.dtype)
             frame = encode_frame(base, stored)
             self._writer.append(frame)
@@ -168,7 +169,6 @@ class FullSnapshot:
             self._writer.end()
             self._writer.write(FRAMES + info.name, torch.tensor(ends, dtype=torch.int64))
             record.stored, record.agent = DTYPE_NAMES[stored.dtype], stored_hasher.hexdigest()
-            self._stored_numel[stored.dtype] = self._stored_numel.get(stored.dtype, 0) + info.numel
         else:
             self._writer.cancel()
         self._records[info.name] = record

@@ -24,6 +24,7 @@ __all__ = [
     "digest_file",
     "explain_os_errors",
     "make_dirs",
+    "needed_dirs",
     "output_dir_stage",
     "publish",
     "read_json",
@@ -52,7 +53,7 @@ def explain_os_errors(doing: str) -> Iterator[None]:
 def staging_dir(parent: Path) -> Iterator[Path]:
     """A new hidden directory in `parent`; removed on exit unless it was published."""
     path = parent / f"{STAGING_PREFIX}{uuid.uuid4().hex}"
-    path.mkdir()
+    path.mkdir(parents=True)
     try:
         yield path
     finally:
@@ -91,8 +92,7 @@ def output_dir_stage(target: Path) -> Iterator[Path]:
     """
     check_output_dir(target)
     with explain_os_errors(f"writing {target}"):
-        make_dirs(target.absolute().parent)
-        with staging_dir(target.absolute().parent) as staged:
+        with needed_dirs(target.absolute().parent), staging_dir(target.absolute().parent) as staged:
             yield staged
             publish(staged, target.absolute())
 
@@ -112,6 +112,20 @@ def make_dirs(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
         sync_dir(folder.parent)
+
+
+@contextlib.contextmanager
+def needed_dirs(path: Path) -> Iterator[None]:
+    """Create a directory and its missing parents; if the block fails, those that it left empty vanish again."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    make_dirs(path)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
+        raise
 
 
 def check_output_dir(path: Path) -> None:

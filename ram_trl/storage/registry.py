@@ -27,6 +27,7 @@ from .durable import (
     digest_file,
     explain_os_errors,
     make_dirs,
+    needed_dirs,
     publish,
     read_json,
     staging_dir,
@@ -84,18 +85,13 @@ class RegisteredAgent:
         Raises:
             CorruptedFileError: if a file is missing, changed, or not recorded.
         """
-        cure = f"remove it (ram-trl remove --agent {self}) and register it again from its checkpoint"
         with explain_os_errors(f"reading {self.path}"):
             found = {file.name for file in self.path.iterdir()} - {MANIFEST}
         for name in sorted(found ^ set(self.manifest.files)):
             state = "has an unrecorded file" if name in found else "lacks its file"
-            raise CorruptedFileError(f"agent {self} {state} {name}: {cure}")
-        for name, record in self.manifest.files.items():
-            path = self.path / name
-            with explain_os_errors(f"reading {path}"):
-                intact = path.stat().st_size == record.size and digest_file(path) == record.blake3
-            if not intact:
-                raise CorruptedFileError(f"agent {self}: {path} is not the file that was registered: {cure}")
+            raise CorruptedFileError(f"agent {self} {state} {name}: {self._cure}")
+        for name in self.manifest.files:
+            self._verify_file(name)
 
     def tensors(self) -> dict[str, TensorRecord]:
         """Records of the base's tensors, by name."""
@@ -109,7 +105,19 @@ class RegisteredAgent:
         """The deltas or the adapter's tensors."""
         return TensorFile(self.path / (DELTA if self.manifest.kind == "full" else ADAPTER))
 
+    @property
+    def _cure(self) -> str:
+        return f"remove it (ram-trl remove --agent {self}) and register it again from its checkpoint"
+
+    def _verify_file(self, name: str) -> None:
+        path, record = self.path / name, self.manifest.files.get(name)
+        with explain_os_errors(f"reading {path}"):
+            if record is None or path.stat().st_size != record.size or digest_file(path) != record.blake3:
+                raise CorruptedFileError(f"agent {self}: {path} is not the file that was registered: {self._cure}")
+
     def _records(self, file_name: str, record_type: type) -> dict[str, Any]:
+        # What is said about a damaged agent must not be said about its base.
+        self._verify_file(file_name)
         path = self.path / file_name
         try:
             return {name: record_type(**fields) for name, fields in read_json(path).items()}
@@ -197,8 +205,7 @@ class AgentRegistry:
         """A directory to write a new version in. Nothing of it is visible until [`commit`]; it is removed on exit."""
         check_agent_name(name)
         with explain_os_errors(f"writing to the registry {self.path}"):
-            make_dirs(self._agents_dir / name)
-            with staging_dir(self._agents_dir / name) as staged:
+            with needed_dirs(self._agents_dir / name), staging_dir(self._agents_dir / name) as staged:
                 yield staged
 
     def commit(self, staged: Path, manifest: Manifest) -> RegisteredAgent:

@@ -1,0 +1,20 @@
+"""Fixtures of all tests: tiny models on disk, made once."""
+
+import os
+
+
+# before any library of Hugging Face is imported
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from models import Zoo
+
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory) -> Zoo:
+    """Tiny models on disk, by kind."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -1,0 +1,620 @@
+"""The callback in real GRPO runs: what it registers, what it refuses to start, and that it never costs a run."""
+
+import copy
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import CONFIGS, Zoo, copy_model, read_model, save_adapter
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from training import (
+    AtStep,
+    assert_same_weights,
+    grpo,
+    printed_command,
+    registered_files,
+    restored_weights,
+    run_shell,
+    saved_weights,
+    train,
+)
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from ram_trl import AgentRegistry, RAMRegistryCallback, register_agent
+from ram_trl.errors import (
+    BaseModelError,
+    ConfigError,
+    IncompatibleAgentError,
+    InvalidNameError,
+    NonFiniteError,
+    RamTrlError,
+    StorageError,
+    UnsupportedModelError,
+)
+
+
+BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
+LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+# What is registered
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards"),
+    [
+        ("qwen2_tied", "5GB"),
+        ("qwen2_untied", "5GB"),
+        ("llama_wide", "300KB"),
+        ("qwen2_wide", "5GB"),
+        ("qwen3_moe", "50KB"),
+    ],
+)
+def test_trained_16_bit_weights_come_back_bit_for_bit(zoo: Zoo, tmp_path, kind, shards):
+    base = zoo.base(kind, shards=shards)
+    callback = RAMRegistryCallback(tmp_path / "not" / "yet" / "there", agent="math")
+    trainer = train(grpo(base, tmp_path / "out", [callback], **BF16))
+
+    trained = saved_weights(trainer, tmp_path / "saved")
+    assert_same_weights(restored_weights(tmp_path / "not" / "yet" / "there", "math", tmp_path / "back"), trained)
+    assert callback.error is None
+    assert (callback.registered.name, callback.registered.version) == ("math", 1)
+    manifest = callback.registered.manifest
+    changed = sum(int(torch.count_nonzero(tensor != trained[name])) for name, tensor in read_model(base).items())
+    assert changed > 0.1 * manifest.base_model.total_parameters
+    assert manifest.snapshot.changed == changed
+    assert manifest.snapshot.dtype == "bfloat16"
+    assert manifest.snapshot.hidden_update is None
+    assert manifest.base_model.name == str(base)
+
+
+def test_fused_experts_of_the_model_in_memory_are_registered_one_by_one(zoo: Zoo, tmp_path):
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="moe")
+    trainer = train(grpo(zoo.base("qwen3_moe"), tmp_path / "out", [callback], **BF16))
+
+    assert "model.layers.0.mlp.experts.gate_up_proj" in dict(trainer.model.named_parameters())
+    changed = {name for name, record in callback.registered.tensors().items() if record.agent is not None}
+    assert {f"model.layers.1.mlp.experts.{e}.{p}_proj.weight" for e in range(4) for p in ("gate", "up", "down")} <= (
+        changed
+    )
+
+
+@pytest.fixture(scope="module")
+def autocast_run(zoo: Zoo, tmp_path_factory):
+    """TRL's defaults: float32 weights, computed in bfloat16, over a bfloat16 base."""
+    path = tmp_path_factory.mktemp("autocast")
+    callback = RAMRegistryCallback(path / "registry", agent="math")
+    trainer = train(grpo(zoo.base("qwen2_untied"), path / "out", [callback], bf16=True, learning_rate=1e-4))
+    return callback, saved_weights(trainer, path / "saved"), path
+
+
+def test_a_run_under_autocast_is_registered_as_it_executes(autocast_run):
+    callback, trained, path = autocast_run
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    rounded = {name: tensor.bfloat16() for name, tensor in trained.items()}
+    assert_same_weights(restored_weights(path / "registry", "math", path / "back"), rounded)
+    assert callback.registered.manifest.snapshot.dtype == "bfloat16"
+
+
+def test_a_run_under_autocast_reports_what_the_rounding_hid(zoo: Zoo, autocast_run):
+    callback, trained, _ = autocast_run
+    base = read_model(zoo.base("qwen2_untied"))
+    update = sum(float((trained[name].double() - base[name].double()).abs().sum()) for name in base)
+    hidden = sum(float((trained[name].double() - trained[name].bfloat16().double()).abs().sum()) for name in base)
+    snapshot = callback.registered.manifest.snapshot
+    assert 0 < hidden < update
+    assert snapshot.hidden_update == pytest.approx(hidden / update, rel=1e-6)
+    assert snapshot.changed_by_training == sum(int(torch.count_nonzero(trained[name] != base[name])) for name in base)
+    assert snapshot.changed == sum(int(torch.count_nonzero(trained[name].bfloat16() != base[name])) for name in base)
+    assert snapshot.changed < snapshot.changed_by_training
+
+
+def test_float32_training_keeps_the_changes_above_epsilon_exactly(zoo: Zoo, tmp_path):
+    epsilon = 1.2e-5
+    base = zoo.base("qwen2_untied")
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math", epsilon=epsilon)
+    trainer = train(grpo(base, tmp_path / "out", [callback], learning_rate=1e-5))
+
+    trained, expected, num_kept, num_dropped = saved_weights(trainer, tmp_path / "saved"), {}, 0, 0
+    for name, tensor in read_model(base).items():
+        kept = (trained[name] - tensor.float()).abs() > epsilon
+        expected[name] = torch.where(kept, trained[name], tensor.float())
+        num_kept += int(kept.sum())
+        num_dropped += int((~kept & (trained[name] != tensor.float())).sum())
+    assert num_kept > 100
+    assert num_dropped > 100
+    assert_same_weights(restored_weights(tmp_path / "registry", "math", tmp_path / "back"), expected)
+    snapshot = callback.registered.manifest.snapshot
+    assert (snapshot.dtype, snapshot.epsilon, snapshot.changed) == ("float32", epsilon, num_kept)
+
+
+@pytest.mark.parametrize(("snapshot_dtype", "autocast"), [("float32", True), ("bfloat16", False), ("bfloat16", True)])
+def test_snapshot_dtype_forces_what_is_stored(zoo: Zoo, tmp_path, snapshot_dtype, autocast):
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math", snapshot_dtype=snapshot_dtype, epsilon=0.0)
+    trainer = train(grpo(zoo.base("qwen2_untied"), tmp_path / "out", [callback], bf16=autocast))
+
+    dtype = getattr(torch, snapshot_dtype)
+    trained = {name: tensor.to(dtype) for name, tensor in saved_weights(trainer, tmp_path / "saved").items()}
+    assert_same_weights(restored_weights(tmp_path / "registry", "math", tmp_path / "back"), trained)
+
+
+def test_a_model_object_is_registered_against_the_directory_it_came_from(zoo: Zoo, tmp_path):
+    base = zoo.base("llama")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    callback = RAMRegistryCallback(str(tmp_path / "registry"), agent="math")
+    trainer = train(grpo(model, tmp_path / "out", [callback]))
+
+    trained = saved_weights(trainer, tmp_path / "saved")
+    assert_same_weights(restored_weights(tmp_path / "registry", "math", tmp_path / "back"), trained)
+    assert callback.registered.manifest.base_model.name == str(base)
+
+
+def test_training_goes_on_from_a_fine_tune_against_the_named_base(zoo: Zoo, tmp_path):
+    base = zoo.base("qwen2_untied")
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math", base_model=base)
+    trainer = train(grpo(zoo.agent(base, seed=5), tmp_path / "out", [callback], **BF16))
+
+    trained = saved_weights(trainer, tmp_path / "saved")
+    assert_same_weights(restored_weights(tmp_path / "registry", "math", tmp_path / "back"), trained)
+    assert callback.registered.manifest.base_model.name == str(base)
+
+
+def test_training_twice_makes_two_versions_against_the_same_base(zoo: Zoo, tmp_path):
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math")
+    trainer = grpo(zoo.base("qwen2_untied"), tmp_path / "out", [callback], **BF16)
+    versions, trained = [], []
+    for number in (1, 2):
+        train(trainer)
+        versions.append(callback.registered)
+        trained.append(saved_weights(trainer, tmp_path / f"saved{number}"))
+
+    assert [str(version) for version in versions] == ["math@v1", "math@v2"]
+    assert versions[0].manifest.base_model == versions[1].manifest.base_model
+    assert any(not torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+    for number in (1, 2):
+        back = restored_weights(tmp_path / "registry", f"math@v{number}", tmp_path / f"back{number}")
+        assert_same_weights(back, trained[number - 1])
+
+
+@pytest.mark.parametrize("restore_callbacks", [False, True])
+def test_a_resumed_run_is_registered_against_the_original_base(zoo: Zoo, tmp_path, restore_callbacks):
+    base, options = zoo.base("qwen2_untied"), {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **BF16}
+
+    def stop(model):
+        raise KeyboardInterrupt
+
+    arguments = {"registry": tmp_path / "registry", "agent": "math", "base_model": base, "epsilon": 1e-6}
+    with pytest.raises(KeyboardInterrupt):
+        train(grpo(base, tmp_path / "out", [RAMRegistryCallback(**arguments), AtStep(3, stop)], **options))
+    assert not AgentRegistry(tmp_path / "registry").names()
+
+    trainer = grpo(
+        base,
+        tmp_path / "out",
+        [RAMRegistryCallback(**arguments)],
+        restore_callback_states_from_checkpoint=restore_callbacks,
+        **options,
+    )
+    train(trainer, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, RAMRegistryCallback))
+    assert callback.registered.version == 1
+    assert callback.registered.manifest.base_model.name == str(base)
+    assert callback.registered.manifest.training["step"] == 4
+    trained = saved_weights(trainer, tmp_path / "saved")
+    assert_same_weights(restored_weights(tmp_path / "registry", "math", tmp_path / "back"), trained)
+
+
+def test_where_an_agent_comes_from_is_recorded_without_paths(autocast_run):
+    callback, _, path = autocast_run
+    training = callback.registered.manifest.training
+    assert (training["arguments"], training["step"], training["max_steps"]) == ("GRPOConfig", 2, 2)
+    assert (training["learning_rate"], training["mixed_precision"], training["num_processes"]) == (1e-4, "bf16", 1)
+    assert 0 < training["metrics"]["reward"] < 1
+    assert training["versions"]["torch"] == torch.__version__
+    assert str(path) not in json.dumps(training)
+
+
+def test_the_callback_is_rebuilt_from_its_json_state():
+    callback = RAMRegistryCallback(
+        Path("some") / "registry", "math", base_model=Path("base"), snapshot_dtype="float32", epsilon=0, strict=True
+    )
+    state = json.loads(json.dumps(callback.state()))
+    assert state["args"] == {
+        "registry": "some/registry",
+        "agent": "math",
+        "base_model": "base",
+        "revision": None,
+        "snapshot_dtype": "float32",
+        "epsilon": 0.0,
+        "strict": True,
+    }
+    assert RAMRegistryCallback(**state["args"]).state() == callback.state()
+
+
+# LoRA
+
+
+def merged_by_peft(model: PeftModel, path: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """What PEFT itself makes in `dtype` of the adapter in memory, in bfloat16, by the names of files."""
+    merged = copy.deepcopy(model)
+    for layer in merged.modules():
+        # factors stay in float32
+        if isinstance(layer, BaseTunerLayer):
+            layer.get_base_layer().to(dtype)
+    merged.merge_and_unload().bfloat16().save_pretrained(path)
+    return read_model(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen2_tied", {}),
+        ("llama", {"target_modules": "all-linear", "lora_alpha": 13}),
+        ("qwen2_untied", {"use_rslora": True, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 5}}),
+        ("qwen2_untied", {"modules_to_save": ["lm_head"]}),
+        ("qwen2_untied", {"target_modules": ["embed_tokens", "q_proj"]}),
+        ("qwen2_untied", {"bias": "lora_only"}),
+        ("qwen3_moe", {}),
+    ],
+    ids=["tied", "all_linear", "patterns", "modules_to_save", "embedding", "bias", "moe"],
+)
+def test_a_registered_adapter_restores_to_what_peft_merges(zoo: Zoo, tmp_path, kind, options):
+    base = zoo.base(kind)
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="lora")
+    trainer = train(grpo(base, tmp_path / "out", [callback], LoraConfig(**{**LORA, **options}), **BF16))
+
+    assert callback.error is None
+    assert callback.registered.manifest.kind == "lora"
+    # PEFT rounds the delta of an embedding before it adds it: there its merge in float32 is the measure
+    dtype = torch.float32 if "embed_tokens" in options.get("target_modules", []) else torch.bfloat16
+    merged = merged_by_peft(trainer.model, tmp_path / "merged", dtype)
+    original = read_model(base)
+    assert any(not torch.equal(merged[name], original[name]) for name in original)
+    assert_same_weights(restored_weights(tmp_path / "registry", "lora", tmp_path / "back"), merged)
+
+
+def test_a_registered_adapter_loads_with_peft_as_it_was_trained(zoo: Zoo, tmp_path):
+    base = zoo.base("qwen2_untied")
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="lora")
+    trainer = train(grpo(base, tmp_path / "out", [callback], LoraConfig(**LORA), **BF16))
+
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), callback.registered.path
+    )
+    factors = {name: tensor for name, tensor in trainer.model.named_parameters() if "lora_" in name}
+    assert any(tensor.abs().max() > 0 for name, tensor in factors.items() if "lora_B" in name)
+    for name, tensor in loaded.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(tensor, factors.pop(name)), name
+    assert not factors
+    prompt = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(prompt).logits, trainer.model.eval()(prompt).logits)
+
+
+def test_the_reference_adapter_that_trl_adds_is_not_registered(zoo: Zoo, tmp_path):
+    base = zoo.base("qwen2_untied")
+    save_adapter(base, tmp_path / "pretrained", LoraConfig(**LORA))
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), tmp_path / "pretrained", is_trainable=True
+    )
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="lora")
+    trainer = train(grpo(model, tmp_path / "out", [callback], beta=0.04))
+
+    assert "ref" in trainer.model.peft_config
+    names = read_model(callback.registered.path).keys()
+    assert names == read_model(tmp_path / "pretrained").keys()
+    trainer.model.delete_adapter("ref")
+    merged = merged_by_peft(trainer.model, tmp_path / "merged")
+    assert_same_weights(restored_weights(tmp_path / "registry", "lora", tmp_path / "back"), merged)
+
+
+# What is refused before the first step
+
+
+def never(model) -> None:
+    raise AssertionError("a step was trained")
+
+
+def with_trained_norm(base: Path) -> PeftModel:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), LoraConfig(**LORA))
+    model.base_model.model.model.norm.weight.requires_grad = True
+    return model
+
+
+def with_larger_vocabulary(base: Path) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model.resize_token_embeddings(72)
+    return model
+
+
+REFUSALS = {
+    "agent name": ({"agent": "../math"}, {}, InvalidNameError, "not a name for an agent"),
+    "snapshot dtype": ({"snapshot_dtype": "int8"}, {}, ConfigError, "snapshot_dtype='int8' is not one of auto"),
+    "epsilon": ({"epsilon": float("nan")}, {}, ConfigError, "epsilon=nan must be"),
+    "no base": ({"base_model": "/nowhere/base"}, {}, BaseModelError, "/nowhere/base is neither a directory nor"),
+    "DoRA": ({}, {"peft_config": LoraConfig(**LORA, use_dora=True)}, UnsupportedModelError, "DoRA"),
+    "PiSSA": ({}, {"peft_config": LoraConfig(**LORA, init_lora_weights="pissa")}, UnsupportedModelError, "pissa"),
+    "LoRA biases": ({}, {"peft_config": LoraConfig(**LORA, lora_bias=True)}, UnsupportedModelError, "lora_bias"),
+    "trained beside": ({}, {"model": with_trained_norm}, UnsupportedModelError, "norm.weight.*modules_to_save"),
+    "vocabulary": (
+        {},
+        {"model": with_larger_vocabulary},
+        IncompatibleAgentError,
+        "vocabulary was resized; resize",
+    ),
+    "no name": (
+        {},
+        {"model": lambda base: AutoModelForCausalLM.from_config(CONFIGS["qwen2_untied"]())},
+        BaseModelError,
+        "pass base_model=",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_registered_is_refused_before_the_first_step(zoo: Zoo, tmp_path, case):
+    arguments, options, error, message = REFUSALS[case]
+    options = dict(options)
+    base = zoo.base("qwen2_untied")
+    model = options.pop("model", lambda base: base)(base)
+    callback = RAMRegistryCallback(**{"registry": tmp_path / "registry", "agent": "math", **arguments})
+    trainer = grpo(model, tmp_path / "out", [callback, AtStep(1, never)], **options)
+    with pytest.raises(error, match=message):
+        train(trainer)
+    assert trainer.state.global_step == 0
+    assert not (tmp_path / "registry").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("llama", "q_proj.bias', which the base .* lacks"),
+        ("llama_wide", "has shape .* it has"),
+        ("qwen2_tied", "trains its own 'lm_head.weight', which the base .* ties to its embeddings: untie the base"),
+    ],
+)
+def test_another_architecture_or_size_than_the_base_is_refused_before_the_first_step(
+    zoo: Zoo, tmp_path, kind, message
+):
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math", base_model=zoo.base(kind))
+    trainer = grpo(zoo.base("qwen2_untied"), tmp_path / "out", [callback, AtStep(1, never)], **BF16)
+    with pytest.raises(IncompatibleAgentError, match=message):
+        train(trainer)
+
+
+def test_a_trained_head_beside_an_adapter_of_a_tied_base_is_refused_before_the_first_step(zoo: Zoo, tmp_path):
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math")
+    config = LoraConfig(**LORA, modules_to_save=["lm_head"])
+    trainer = grpo(zoo.base("qwen2_tied"), tmp_path / "out", [callback, AtStep(1, never)], config, **BF16)
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight.*ties"):
+        train(trainer)
+
+
+def test_a_registry_that_is_a_file_is_refused_before_the_first_step(zoo: Zoo, tmp_path):
+    (tmp_path / "registry").write_text("notes")
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math")
+    trainer = grpo(zoo.base("qwen2_untied"), tmp_path / "out", [callback, AtStep(1, never)], **BF16)
+    with pytest.raises(StorageError, match="writing to the registry"):
+        train(trainer)
+    assert (tmp_path / "registry").read_text() == "notes"
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(**LORA)], ids=["full", "lora"])
+def test_too_little_disk_space_is_refused_before_the_first_step(zoo: Zoo, tmp_path, monkeypatch, peft_config):
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math")
+    callbacks = [callback, AtStep(1, never)]
+    trainer = grpo(zoo.base("qwen2_untied"), tmp_path / "out", callbacks, peft_config, **BF16)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(StorageError, match="free space"):
+        train(trainer)
+
+
+# A run is never lost
+
+
+class FailingRun:
+    """A run whose registration fails, in a registry that holds a version already.
+
+    Args:
+        zoo (`Zoo`):
+            Makes the base.
+        path (`Path`):
+            Where everything goes.
+    """
+
+    def __init__(self, zoo: Zoo, path: Path):
+        self.path, self.registry, self.base = path, path / "registry", path / "base"
+        copy_model(zoo.base("qwen2_untied"), self.base)
+        agent = zoo.agent(zoo.base("qwen2_untied"), seed=1)
+        register_agent(AgentRegistry(self.registry), "math", str(agent), base_model=str(self.base))
+        self.files = registered_files(self.registry)
+
+    def train(self, damage, peft_config=None, strict=False, callbacks=(), **options):
+        """Train, and damage something after the last step."""
+        callback = RAMRegistryCallback(self.registry, agent="math", strict=strict)
+        callbacks = [callback, AtStep(2, damage), *callbacks]
+        trainer = grpo(self.base, self.path / "out", callbacks, peft_config, **options)
+        if strict:
+            with pytest.raises(RamTrlError) as raised:
+                train(trainer)
+            assert raised.value is callback.error
+        else:
+            train(trainer)
+        assert callback.registered is None
+        return callback, trainer
+
+    def replace_registry(self, model=None):
+        self.registry.rename(self.path / "registry-away")
+        self.registry.write_text("")
+
+    def bring_back_registry(self):
+        self.registry.unlink()
+        (self.path / "registry-away").rename(self.registry)
+
+    def take_away_base(self, model=None):
+        self.base.rename(self.path / "base-away")
+
+    def bring_back_base(self):
+        (self.path / "base-away").rename(self.base)
+
+    def assert_untouched(self):
+        assert registered_files(self.registry) == self.files
+        AgentRegistry(self.registry).get("math@v1").verify()
+
+
+@pytest.fixture
+def failing_run(zoo: Zoo, tmp_path) -> FailingRun:
+    return FailingRun(zoo, tmp_path)
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(**LORA)], ids=["full", "lora"])
+def test_an_unwritable_registry_costs_a_message_and_the_printed_command_registers_later(
+    failing_run: FailingRun, caplog, peft_config
+):
+    callback, trainer = failing_run.train(
+        failing_run.replace_registry, peft_config, save_strategy="steps", save_steps=1, **BF16
+    )
+    assert isinstance(callback.error, StorageError)
+    assert "agent 'math' was NOT registered: writing to the registry" in caplog.text
+    command = printed_command(caplog.text)
+    assert "checkpoint-2" in command
+    trained = saved_weights(trainer, failing_run.path / "saved")
+    if peft_config is not None:
+        trained = merged_by_peft(trainer.model, failing_run.path / "merged")
+
+    failing_run.bring_back_registry()
+    failing_run.assert_untouched()
+    result = run_shell(command, cwd=failing_run.path)
+    assert result.returncode == 0, result.stderr
+    assert_same_weights(restored_weights(failing_run.registry, "math@v2", failing_run.path / "back"), trained)
+
+
+def test_a_base_that_vanished_costs_a_message_and_the_printed_command_registers_what_was_executed(
+    failing_run: FailingRun, caplog
+):
+    callback, trainer = failing_run.train(failing_run.take_away_base, bf16=True)
+    assert isinstance(callback.error, BaseModelError)
+    assert str(failing_run.base) in caplog.text
+    failing_run.assert_untouched()
+    trained = saved_weights(trainer, failing_run.path / "DIR")
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+
+    failing_run.bring_back_base()
+    # no checkpoint was written: the command says where to save the model first
+    assert "after trainer.save_model(DIR)" in caplog.text
+    result = run_shell(printed_command(caplog.text), cwd=failing_run.path)
+    assert result.returncode == 0, result.stderr
+    rounded = {name: tensor.bfloat16() for name, tensor in trained.items()}
+    assert_same_weights(restored_weights(failing_run.registry, "math@v2", failing_run.path / "back"), rounded)
+
+
+def test_the_printed_command_never_names_the_checkpoint_of_another_run(failing_run: FailingRun, caplog):
+    copy_model(failing_run.base, failing_run.path / "out" / "checkpoint-2")
+    copy_model(failing_run.base, failing_run.path / "out" / "checkpoint-99")
+    failing_run.train(failing_run.replace_registry, **BF16)
+    assert "checkpoint-" not in printed_command(caplog.text)
+
+
+class EarlierIsBetter(TrainerCallback):
+    """Makes the first evaluation the best one."""
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        metrics["eval_score"] = -state.global_step
+
+
+def test_the_printed_command_names_the_best_checkpoint_if_the_run_ends_with_that(failing_run: FailingRun, caplog):
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    _, trainer = failing_run.train(
+        failing_run.replace_registry,
+        callbacks=[EarlierIsBetter()],
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_score",
+        **options,
+        **BF16,
+    )
+    assert "checkpoint-1" in printed_command(caplog.text)
+    trained = saved_weights(trainer, failing_run.path / "saved")
+    assert_same_weights(read_model(failing_run.path / "out" / "checkpoint-1"), trained)
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(**LORA)], ids=["full", "lora"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_a_diverged_model_is_not_registered_and_the_tensor_is_named(
+    failing_run: FailingRun, caplog, peft_config, value
+):
+    name = "q_proj.lora_A.weight" if peft_config else "q_proj.weight"
+
+    def diverge(model):
+        parameter = next(p for n, p in model.named_parameters() if n.replace(".default", "").endswith(name))
+        with torch.no_grad():
+            parameter[0, 0] = value
+
+    callback, trainer = failing_run.train(diverge, peft_config, **BF16)
+    assert isinstance(callback.error, NonFiniteError)
+    assert f"model.layers.0.self_attn.{name}' of the agent holds NaN or infinity" in caplog.text
+    failing_run.assert_untouched()
+    saved_weights(trainer, failing_run.path / "saved")
+
+
+def test_an_error_that_nobody_foresaw_costs_no_run_either(failing_run: FailingRun, caplog, monkeypatch):
+    def fail(*arguments):
+        raise ZeroDivisionError("unforeseen")
+
+    callback, _ = failing_run.train(
+        lambda model: monkeypatch.setattr("ram_trl.registering.live.build_manifest", fail), **BF16
+    )
+    assert isinstance(callback.error, ZeroDivisionError)
+    assert "ZeroDivisionError('unforeseen')" in caplog.text
+    assert "Traceback" in caplog.text
+    assert printed_command(caplog.text)
+    failing_run.assert_untouched()
+
+
+@pytest.mark.parametrize("damage", ["replace_registry", "take_away_base"])
+def test_strict_raises_at_the_end(failing_run: FailingRun, damage):
+    callback, trainer = failing_run.train(getattr(failing_run, damage), strict=True, **BF16)
+    assert isinstance(callback.error, StorageError if damage == "replace_registry" else BaseModelError)
+    assert trainer.state.global_step == 2
+
+
+def test_a_later_run_of_the_same_trainer_forgets_the_error(failing_run: FailingRun):
+    callback, trainer = failing_run.train(failing_run.replace_registry, **BF16)
+    failing_run.bring_back_registry()
+    trainer.callback_handler.pop_callback(AtStep)
+    train(trainer)
+    assert callback.error is None
+    assert str(callback.registered) == "math@v2"
+
+
+def test_a_full_disk_costs_no_run_and_leaves_nothing_behind(zoo: Zoo, tmp_path):
+    base = zoo.base("qwen2_untied")
+    script = Path(__file__).parent / "run_on_full_disk.py"
+    arguments = [sys.executable, script, tmp_path, base, zoo.agent(base, seed=1)]
+    # A small file system of its own where that is allowed, else a limit on the size of files.
+    mount = f"mount -t tmpfs -o size=4m tmpfs {shlex.quote(str(tmp_path))}"
+    for unshare in ("unshare -m", "unshare -Urm"):
+        if run_shell(f"{unshare} {mount}").returncode == 0:
+            command = f"{mount} && {shlex.join(map(str, [*arguments, 'tmpfs']))}"
+            result = run_shell(f"{unshare} sh -c {shlex.quote(command)}")
+            break
+    else:
+        result = run_shell(shlex.join(map(str, [*arguments, "limit"])))
+    assert result.returncode == 0, result.stderr
+    outcome = json.loads(result.stdout.splitlines()[-1])
+    assert [failed["error"] for failed in outcome["failed"]] == ["StorageError"] * 3
+    for failed in outcome["failed"]:
+        assert "No space left on device" in failed["message"] or "File too large" in failed["message"]
+        assert failed["untouched"]
+        # a file that is open stays on the disk and would keep the user from saving the model
+        assert failed["open"] == []
+    assert result.stderr.count("was NOT registered") == 3
+    assert outcome["then"] == "math@v2"
+    assert outcome["same"]
