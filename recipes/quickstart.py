@@ -37,8 +37,6 @@ EPSILON = 1e-5
 NUM_PROMPTS = 1000
 EVALUATION_SEED = 0
 
-# A network of this size gains nothing from more threads.
-MAX_THREADS = 4
 POLL_SECONDS = 0.25
 # Where there is no terminal to draw bars on, a line for each job in progress is printed at this interval.
 REPORT_SECONDS = 15
@@ -114,7 +112,6 @@ class Journey:
 
     def run_jobs(self, pending: list[Job]) -> None:
         parallel = min(len(pending), os.cpu_count() or 1)
-        threads = min((os.cpu_count() or 1) // parallel, MAX_THREADS)
         columns = [TextColumn("  {task.description:<16}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()]
         columns.append(TextColumn("{task.fields[note]}"))
         bars, running, last_report = {}, [], time.monotonic()
@@ -123,7 +120,7 @@ class Journey:
                 while pending or running:
                     while pending and len(running) < parallel:
                         running.append(pending.pop(0))
-                        self.start(running[-1], threads)
+                        self.start(running[-1])
                         bars[running[-1].name] = progress.add_task(running[-1].name, total=None, note="")
                     time.sleep(POLL_SECONDS)
                     is_report_due = not console.is_terminal and time.monotonic() - last_report > REPORT_SECONDS
@@ -143,10 +140,11 @@ class Journey:
                 job.process.terminate()
                 job.process.wait()
 
-    def start(self, job: Job, threads: int) -> None:
+    def start(self, job: Job) -> None:
         self.marker(job).unlink(missing_ok=True)
         shutil.rmtree(job.output_dir, ignore_errors=True)
-        settings = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        # One thread: more gain little at this size, and cost a multiple of the time where the cores are shared.
+        settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         job.started = time.monotonic()
         with self.log(job).open("wb") as log:
             job.process = subprocess.Popen(
@@ -202,7 +200,6 @@ def evaluate(root: Path) -> dict[str, Any]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # More threads gain nothing here, and cost much where the cores are shared.
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(root / "base")
     paths = {"base": root / "base"} | {f"{task} agent": root / "models" / task for task in TASK_NAMES}

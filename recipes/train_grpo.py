@@ -4,8 +4,8 @@ accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/train
     --config recipes/configs/train_grpo.yaml --registry registry --agent math
 
 Every option of TRL's GRPOConfig, ModelConfig and ScriptArguments can be given here or in the YAML file. `dataset_name`
-is a dataset of the Hub, or a local .json, .jsonl, .csv or .parquet file with a "prompt" column; its other columns reach
-the reward functions by name.
+is a dataset of the Hub, or a local .json, .jsonl, .csv or .parquet file, with a "prompt" column; its other columns
+reach the reward functions by name.
 """
 
 import importlib
@@ -25,14 +25,13 @@ def load_prompts(name, config, split):
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    is_local, suffix = Path(name).is_file(), Path(name).suffix
-    if suffix not in _LOCAL_FORMATS and is_local:
-        raise ConfigError(f"dataset_name={name!r} is none of {', '.join(_LOCAL_FORMATS)}")
-    if suffix in _LOCAL_FORMATS and not is_local:
-        raise ConfigError(f"dataset_name={name!r} is not a file")
+    is_local, file_format = Path(name).is_file(), _LOCAL_FORMATS.get(Path(name).suffix)
+    if is_local != (file_format is not None):
+        problem = f"is none of {', '.join(_LOCAL_FORMATS)}" if is_local else "is not a file"
+        raise ConfigError(f"dataset_name={name!r} {problem}")
     try:
         if is_local:
-            prompts = load_dataset(_LOCAL_FORMATS[suffix], data_files=name, split="train")
+            prompts = load_dataset(file_format, data_files=name, split="train")
         else:
             prompts = load_dataset(name, config, split=split)
     except (DatasetsError, OSError, ValueError) as error:
@@ -52,6 +51,7 @@ def load_reward(name):
 
 
 def main() -> None:
+    import yaml
     from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
     from ram_trl import RAMRegistryCallback
@@ -59,7 +59,7 @@ def main() -> None:
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, RegistryConfig))
     try:
         script_args, training_args, model_args, registry_args = parser.parse_args_and_config()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if script_args.dataset_name is None or model_args.model_name_or_path is None:
         raise ConfigError("--model_name_or_path and --dataset_name are both needed")

@@ -25,7 +25,17 @@ from ram_trl.storage.tensor_file import (
 )
 
 
-NAMES = ["model.layers.0.weight", "ключ", "重み", "with space", 'quote"d', "back\\slash", "new\nline", "", "😀"]
+NAMES = [
+    "model.layers.0.weight",
+    "\u043a\u043b\u044e\u0447",
+    "\u91cd\u307f",
+    "with space",
+    'quote"d',
+    "back\\slash",
+    "new\nline",
+    "",
+    "\U0001f600",
+]
 
 
 def random_tensor(dtype, shape, seed=0):
@@ -58,9 +68,9 @@ def test_reads_what_safetensors_writes(tmp_path):
     tensors |= {f"{dtype}.scalar": random_tensor(torch_dtype, ()) for dtype, torch_dtype in DTYPES.items()}
     tensors |= {f"{dtype}.empty": random_tensor(torch_dtype, (0, 4)) for dtype, torch_dtype in DTYPES.items()}
     tensors |= {name: random_tensor(torch.bfloat16, (2,), seed) for seed, name in enumerate(NAMES)}
-    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt", "é": "ü"})
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt", "\u00e9": "\u00fc"})
     with TensorFile(tmp_path / "a.safetensors") as file:
-        assert file.metadata == {"format": "pt", "é": "ü"}
+        assert file.metadata == {"format": "pt", "\u00e9": "\u00fc"}
         assert_same(file, tensors)
 
 
@@ -111,14 +121,14 @@ def test_stream_writer_is_read_by_safetensors(tmp_path):
     }
     tensors |= {"scalar": torch.tensor(2.0), "empty": torch.empty(0, 7), "cut": torch.arange(12).view(3, 4).T}
     path = tmp_path / "a.safetensors"
-    write_stream(path, tensors, {"format": "ram_trl.delta", "é": '"'})
+    write_stream(path, tensors, {"format": "ram_trl.delta", "\u00e9": '"'})
     loaded = load_file(path)
     assert set(loaded) == set(tensors)
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
         assert raw(loaded[name]) == raw(tensor)
     with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "ram_trl.delta", "é": '"'}
+        assert file.metadata() == {"format": "ram_trl.delta", "\u00e9": '"'}
     with TensorFile(path) as file:
         assert_same(file, tensors)
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
@@ -146,7 +156,7 @@ def test_stream_writer_takes_parts_and_forgets_what_was_cancelled(tmp_path):
 def test_stream_writer_keeps_room_for_the_longest_headers(tmp_path):
     names = ["\U0001f600" * 40 + str(number) for number in range(50)]
     tensors = {name: torch.zeros((1,) * 8 + (2,), dtype=torch.float8_e4m3fn) for name in names}
-    write_stream(tmp_path / "a.safetensors", tensors, {"\n" * 100: "é" * 1000})
+    write_stream(tmp_path / "a.safetensors", tensors, {"\n" * 100: "\u00e9" * 1000})
     assert set(load_file(tmp_path / "a.safetensors")) == set(names)
 
 
@@ -194,7 +204,7 @@ def _encodes(name):
     return name != "__metadata__" and not any(0xD800 <= ord(letter) < 0xE000 for letter in name)
 
 
-# Files made to do harm. None may take longer than this, whatever it claims.
+# Files made to do harm. None may take more processor time than this, whatever it claims.
 SECONDS = 1.0
 
 
@@ -224,7 +234,7 @@ HOSTILE = {
     "UTF-8 cut short": file_of(b'{"\xe9": 1}'),
     "half of a surrogate pair in a name": file_of(json.dumps({"\ud800": entry()}).encode(), EIGHT),
     "list": file_of([]),
-    "string": file_of('"w"'.encode()),
+    "string": file_of(b'"w"'),
     "number": file_of(b"1"),
     "null": file_of(b"null"),
     "deep lists": file_of(b"[" * 200_000 + b"]" * 200_000),
@@ -299,10 +309,10 @@ HOSTILE = {
 
 
 def assert_refused(path):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises((CorruptedFileError, StorageError)) as caught:
         TensorFile(path)
-    assert time.perf_counter() - started < SECONDS
+    assert time.process_time() - started < SECONDS
     assert str(path) in str(caught.value)
 
 
@@ -342,10 +352,10 @@ def test_header_of_60_megabytes_is_refused_at_once(tmp_path, kind):
         text = b'{"' + b"w" * 60_000_000 + b'":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'
     path = tmp_path / "a.safetensors"
     path.write_bytes(file_of(text, EIGHT))
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(CorruptedFileError):
         TensorFile(path)
-    assert time.perf_counter() - started < SECONDS
+    assert time.process_time() - started < SECONDS
 
 
 def test_header_of_a_very_large_model_is_read(tmp_path):
@@ -361,7 +371,8 @@ def test_header_of_a_very_large_model_is_read(tmp_path):
         assert len(file.tensors) == len(infos) == 69_120
 
 
-def test_missing_file_fifo_directory_and_device_are_refused(tmp_path, recwarn):
+@pytest.mark.timeout(20)
+def test_missing_file_fifo_directory_and_device_are_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -389,7 +400,7 @@ def test_file_that_is_cut_short_after_opening_raises_an_error(tmp_path):
         with pytest.raises(CorruptedFileError, match="ends early"):
             file.read("w")
         with pytest.raises(CorruptedFileError, match="ends early"):
-            file.digest("v")
+            file.digest("w")
         os.truncate(path, 0)
         with pytest.raises(CorruptedFileError):
             file.read("w", 0, 1)

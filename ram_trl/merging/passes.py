@@ -25,6 +25,7 @@ from ..arithmetic.ram import (
     unique_magnitudes,
 )
 from ..arithmetic.rounding import round_stochastic
+from ..errors import NonFiniteError
 from ..storage.base_model import check_base_tensor
 from ..storage.checkpoint import CheckpointWriter
 from ..task_vector import TILE_NUMEL
@@ -129,7 +130,7 @@ def merge_tensors(
         for start, stop in _tile_bounds(block):
             tile = plan.base.read(block.name, start, stop)
             for copy in plan.copies_of(block.name):
-                writer.write(copy.name, start, tile.to(copy.dtype))
+                writer.write(copy.name, start, _in_range(block.name, tile, tile.to(copy.dtype)))
         return []
 
     parts: dict[str, list[Magnitudes]] = {}
@@ -162,10 +163,17 @@ def _merge_block(
         for update, pair in zip(updates, unique_magnitudes(base, rounded, updates), strict=True):
             magnitudes[update.agent] = pair
         tiles.append(magnitudes)
-        rounded = rounded.cpu()
+        rounded = _in_range(block.name, merged, rounded).cpu()
         for copy in copies:
             writer.write(copy.name, start, rounded)
     return _add_magnitudes(tiles)
+
+
+def _in_range(name: str, exact: Tensor, rounded: Tensor) -> Tensor:
+    """Refuse values that float16 cannot hold; the other dtypes have float32's range."""
+    if rounded.dtype == torch.float16 != exact.dtype and not rounded.abs().amax().isfinite():
+        raise NonFiniteError(f"merged tensor {name!r} holds values beyond float16: choose another --output_dtype")
+    return rounded
 
 
 def _add_magnitudes(parts: list[Magnitudes]) -> Magnitudes:
