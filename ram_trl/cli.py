@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from .config import OptionParser
 from .terminal import exit_on_error, progress_bar
 
 
@@ -12,8 +13,8 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `ram-trl` and `python -m ram_trl`."""
-    arguments = _parser().parse_args(argv)
     with exit_on_error():
+        arguments = _parser().parse_args(argv)
         arguments.command(arguments)
 
 
@@ -126,7 +127,7 @@ def _show_agent(agent: Any, as_json: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ram-trl", description="Agents of reinforcement learning, registered.")
+    parser = OptionParser(prog="ram-trl", description="Agents of reinforcement learning, registered.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Any, text: str, *, agent: str | None = None) -> argparse.ArgumentParser:

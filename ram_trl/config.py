@@ -104,6 +104,13 @@ class RegistryConfig:
     strict: bool = field(default=False, metadata={"help": "Fail at the end if the agent cannot be registered."})
 
 
+class OptionParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
 def parse_config(config_class: type[T], argv: list[str] | None = None, description: str | None = None) -> T:
     """Read a dataclass of options from the command line and the YAML file that `--config` names.
 
@@ -117,10 +124,9 @@ def parse_config(config_class: type[T], argv: list[str] | None = None, descripti
             What the program does, for `--help`.
 
     Raises:
-        ConfigError: if the file has an unknown option or a value of the wrong type.
-        SystemExit: with code 2 if the command line has.
+        ConfigError: if the file or the command line has an unknown option or a value of the wrong type.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = OptionParser(description=description)
     parser.add_argument("--config", help="YAML file with any of these options; the command line wins.")
     options = {option.name: option for option in dataclasses.fields(config_class)}
     kinds = {name: _kind(hint) for name, hint in typing.get_type_hints(config_class).items()}
@@ -155,18 +161,35 @@ def _kind(hint: Any) -> type:
 
 def _convert(name: str, value: Any, kind: type) -> Any:
     """A value of the command line or of YAML, which reads 1e-5 as a string, as the type of its field."""
-    if value is None:
-        return None
     try:
         if kind is dict:
             pairs = value.items() if isinstance(value, dict) else [item.rsplit("=", 1) for item in value]
-            return {key: float(weight) for key, weight in pairs}
-        if kind in (list, bool) and not isinstance(value, kind):
+            return {str(key): _number(weight) for key, weight in pairs}
+        if kind is list:
+            if not isinstance(value, list):
+                raise ValueError
+            return [_text(item) for item in value]
+        if kind is bool:
+            if not isinstance(value, bool):
+                raise ValueError
+            return value
+        if kind is int and isinstance(value, float):
             raise ValueError
-        return list(map(str, value)) if kind is list else kind(value)
+        return kind(_text(value))
     except (TypeError, ValueError) as error:
         expected = "NAME=WEIGHT ..." if kind is dict else kind.__name__
         raise ConfigError(f"{name}={value!r} is not of the form {expected}") from error
+
+
+def _text(value: Any) -> str:
+    """A scalar as text: not a list, not true or false."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise TypeError
+    return str(value)
+
+
+def _number(value: Any) -> float:
+    return float(_text(value))
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -178,4 +201,5 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold options (name: value)")
-    return content
+    # an option that is set to nothing is not set
+    return {name: value for name, value in content.items() if value is not None}

@@ -484,16 +484,9 @@ def test_stochastic_rounding_depends_on_the_seed_alone_and_keeps_more_of_lambda(
     first, again, other, nearest = (runs[run][1] for run in ("first", "again", "other", "nearest"))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
-    for name, before in read_model(base).items():
+    for name in first:
         steps = (first[name].view(torch.int16).int() - nearest[name].view(torch.int16).int()).abs()
         assert steps.max() <= 1
-        assert (
-            torch.equal(
-                first[name][nearest[name] == before] == before[nearest[name] == before],
-                torch.ones_like(before, dtype=torch.bool)[nearest[name] == before],
-            )
-            or steps.sum() > 0
-        )
     for stochastic, rounded in zip(runs["first"][0]["agents"], runs["nearest"][0]["agents"], strict=True):
         nominal = stochastic["lambda"]
         assert abs(stochastic["effective_lambda"] - nominal) < abs(rounded["effective_lambda"] - nominal)
@@ -624,11 +617,17 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file_name", ["delta.safetensors", "tensors.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("file_name", "damage"),
+    [
+        (file_name, damage)
+        for file_name in ("delta.safetensors", "tensors.json", "manifest.json")
+        for damage in DAMAGES
+        # the manifest holds the digests of the others and has none itself
+        if file_name != "manifest.json" or "changed" not in damage
+    ],
+)
 def test_a_damaged_file_of_an_agent_is_refused_and_named(own, tmp_path, file_name, damage):
-    if file_name == "manifest.json" and "changed" in damage:
-        pytest.skip("the manifest holds the digests and has none itself")
     path = own.get("math").path / file_name
     if DAMAGES[damage] is None:
         path.unlink()

@@ -79,11 +79,11 @@ def test_from_a_yaml_file_to_a_registered_agent_to_a_merged_model(zoo: Zoo, fold
 def run_recipe(folder, monkeypatch, capfd):
     """Run the recipe in this process, where TRL is imported already, with more options than those of the file."""
 
-    def run(*options: str) -> tuple[int, str]:
+    def run(*options: str, config: str = "train.yaml") -> tuple[int, str]:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
-        monkeypatch.setattr(sys, "argv", [str(RECIPE), "--config", "train.yaml", *options])
+        monkeypatch.setattr(sys, "argv", [str(RECIPE), "--config", config, *options])
         code = 0
         try:
             runpy.run_path(str(RECIPE), run_name="__main__")
@@ -104,8 +104,6 @@ MISTAKES = {
     "no prompt": (["--dataset_name", "answers.csv"], "'answers.csv' has no column 'prompt', only answer"),
     "damaged": (["--dataset_name", "damaged.jsonl"], "dataset_name='damaged.jsonl' cannot be loaded: "),
     "no such dataset": (["--dataset_name", "nobody/nothing"], "dataset_name='nobody/nothing' cannot be loaded: "),
-    "unknown option": (["--config", "other.yaml"], "moonshine"),
-    "no options": (["--config", "none.yaml"], "No such file or directory: 'none.yaml'"),
     "agent": (["--agent", "../math"], "'../math' is not a name for an agent"),
     "base": (["--registry_base_model", "/no/base"], "/no/base is neither a directory nor a Hub id"),
 }
@@ -115,21 +113,42 @@ MISTAKES = {
 def test_a_mistake_gets_one_clear_line_and_exit_code_2(folder, run_recipe, mistake):
     (folder / "answers.csv").write_text("answer\n1\n2\n")
     (folder / "damaged.jsonl").write_text('{"prompt": "a"}\n{"prompt": ')
-    (folder / "other.yaml").write_text((folder / "train.yaml").read_text() + "moonshine: 1\n")
     options, message = MISTAKES[mistake]
-    code, printed = run_recipe(*options)
+    assert_refused(folder, run_recipe(*options), message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory: 'other.yaml'"),
+        ("moonshine: 1", "moonshine"),
+        ("- registry", "must contain a YAML mapping"),
+        ("registry: [", "expected the node content"),
+        ("registry: registry", "--model_name_or_path and --dataset_name are both needed"),
+    ],
+)
+def test_a_mistake_in_the_file_of_options_gets_one_clear_line_and_exit_code_2(folder, run_recipe, content, message):
+    if content is not None:
+        (folder / "other.yaml").write_text(content)
+    options = ["--output_dir", "run", "--registry", "registry", "--agent", "math", "--reward_funcs", "my_rewards:f"]
+    assert_refused(folder, run_recipe(*options, config="other.yaml"), message)
+
+
+def assert_refused(folder: Path, outcome: tuple[int, str], message: str) -> None:
+    code, printed = outcome
     (line,) = (line for line in printed.splitlines() if line.startswith("error: "))
     assert message in line
     assert printed.splitlines()[-1] == line
     assert "Traceback" not in printed
     assert code == 2
     assert not (folder / "registry").exists()
-    assert not (folder / "run").exists()
+    # a trainer makes its directory when it is made
+    assert not list((folder / "run").glob("*"))
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_registration_that_fails_leaves_the_saved_model_and_fails_the_recipe_only_if_strict(
-    zoo: Zoo, folder, run_recipe, monkeypatch, strict
+    zoo: Zoo, folder, run_recipe, caplog, strict
 ):
     (folder / "my_rewards.py").write_text(
         "import pathlib\n"
@@ -141,7 +160,7 @@ def test_a_registration_that_fails_leaves_the_saved_model_and_fails_the_recipe_o
         "    return [float(sum(ids)) for ids in completion_ids]\n"
     )
     code, printed = run_recipe("--reward_funcs", "my_rewards:nearness", *(["--strict"] if strict else []))
-    assert "agent 'math' was NOT registered: writing to the registry registry failed" in printed
+    assert "agent 'math' was NOT registered: writing to the registry registry failed" in caplog.text
     assert read_model(folder / "run").keys() == read_model(zoo.base("qwen2_tied")).keys()
     assert code == (2 if strict else 0)
     assert ("error: writing to the registry" in printed.splitlines()[-1]) == strict

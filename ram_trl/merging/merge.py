@@ -11,6 +11,7 @@ from typing import Any
 
 from ..arithmetic.ram import OverlapCounts, overlap_ratio, rescale_factor
 from ..distributed import SINGLE, World
+from ..progress import Progress
 from ..storage.checkpoint import CheckpointWriter, copy_model_files, parse_size, plan_shards
 from ..storage.durable import check_output_dir, output_dir_stage, write_json
 from ..storage.registry import AgentRegistry
@@ -24,9 +25,6 @@ from .report import build_report
 __all__ = ["merge_agents"]
 
 logger = logging.getLogger(__name__)
-
-# Called with what is being done, how many bytes of it are done, and how many there are.
-Progress = Callable[[str, int, int], None]
 
 
 def merge_agents(

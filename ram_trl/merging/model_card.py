@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from .report import COLUMNS, format_row
+
 
 __all__ = ["model_card"]
 
@@ -24,12 +26,12 @@ One model merged from {num_agents} reinforced {agents}, all trained from `{base}
 ([Reinforced Agent Merging](https://huggingface.co/papers/2601.13572)). Parameters that several agents changed are
 averaged, parameters that one agent changed are kept{rescaled}.
 
-| agent | kind | changed parameters | density | shared | unique | rho | lambda | effective lambda | weight |
+| {columns} |
 |---|---|---:|---:|---:|---:|---:|---:|---:|---:|
 {rows}
 
 - A parameter counts as changed when it differs from the base by more than epsilon = {epsilon:g}.
-- rho = shared / unique; lambda multiplies an agent's unique changes; the effective lambda is what is left of it after
+- rho = shared / unique; lambda multiplies an agent's unique changes; "effective" is what is left of it after
   rounding to the dtype of these weights.
 - Of {total:,} parameters, {overlap}.
 {warnings}
@@ -75,7 +77,8 @@ def model_card(report: dict[str, Any], title: str) -> str:
         base=base["name"],
         method=_METHOD_NAMES[report["method"]],
         rescaled=rescaled if report["method"] != "average" else "",
-        rows="\n".join(_row(row) for row in agents),
+        columns=" | ".join(COLUMNS),
+        rows="\n".join(f"| {' | '.join(format_row(row))} |" for row in agents),
         epsilon=report["epsilon"],
         total=report["total_parameters"],
         overlap=overlap,
@@ -85,24 +88,6 @@ def model_card(report: dict[str, Any], title: str) -> str:
         digest=base["digest"],
         version=report["ram_trl_version"],
     )
-
-
-def _row(row: dict[str, Any]) -> str:
-    rho = row["rho"] if isinstance(row["rho"], str) else f"{row['rho']:.3f}"
-    effective = "-" if row["effective_lambda"] is None else f"{row['effective_lambda']:.4f}"
-    cells = (
-        f"{row['name']}@v{row['version']}",
-        row["kind"],
-        f"{row['changed']:,}",
-        f"{row['density']:.2%}",
-        f"{row['shared']:,}",
-        f"{row['unique']:,}",
-        rho,
-        f"{row['lambda']:.4f}",
-        effective,
-        f"{row['weight']:g}",
-    )
-    return f"| {' | '.join(cells)} |"
 
 
 def _arguments(report: dict[str, Any]) -> str:

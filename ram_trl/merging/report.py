@@ -9,7 +9,9 @@ from ..version import __version__
 from .plan import MergePlan
 
 
-__all__ = ["build_report", "format_report", "warnings_of"]
+__all__ = ["COLUMNS", "build_report", "format_report", "format_row", "warnings_of"]
+
+COLUMNS = ("agent", "kind", "changed", "density", "shared", "unique", "rho", "lambda", "effective", "weight")
 
 # With more than this share of an agent's changes shared, hardly anything is left for RAM to preserve.
 _MOSTLY_SHARED = 0.95
@@ -94,27 +96,27 @@ def warnings_of(report: dict[str, Any]) -> list[str]:
     return warnings
 
 
+def format_row(row: dict[str, Any]) -> tuple[str, ...]:
+    """One agent's row as text, a cell for each of `COLUMNS`."""
+    effective = row.get("effective_lambda")
+    return (
+        f"{row['name']}@v{row['version']}",
+        row["kind"],
+        f"{row['changed']:,}",
+        f"{row['density']:.2%}",
+        f"{row['shared']:,}",
+        f"{row['unique']:,}",
+        row["rho"] if isinstance(row["rho"], str) else f"{row['rho']:.3f}",
+        f"{row['lambda']:.4f}",
+        "-" if effective is None else f"{effective:.4f}",
+        f"{row['weight']:g}",
+    )
+
+
 def format_report(report: dict[str, Any]) -> str:
     """The report as a table of plain text."""
-    header = ("agent", "kind", "changed", "density", "shared", "unique", "rho", "lambda", "effective", "weight")
-    lines = [header]
-    for row in report["agents"]:
-        effective = row.get("effective_lambda")
-        lines.append(
-            (
-                f"{row['name']}@v{row['version']}",
-                row["kind"],
-                f"{row['changed']:,}",
-                f"{row['density']:.2%}",
-                f"{row['shared']:,}",
-                f"{row['unique']:,}",
-                row["rho"] if isinstance(row["rho"], str) else f"{row['rho']:.3f}",
-                f"{row['lambda']:.4f}",
-                "-" if effective is None else f"{effective:.4f}",
-                f"{row['weight']:g}",
-            )
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lines = [COLUMNS, *(format_row(row) for row in report["agents"])]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
     aligned = [
         "  ".join(
             cell.ljust(width) if column < 2 else cell.rjust(width)

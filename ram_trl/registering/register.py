@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import BaseModelError, ConfigError, IncompatibleAgentError
+from ..progress import Progress
 from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint, is_adapter
 from ..storage.durable import explain_os_errors, read_json
 from ..storage.manifest import BaseRecord, LoraRecord, Manifest, SnapshotRecord, TensorRecord
@@ -19,13 +20,10 @@ from .adapter import map_adapter
 from .snapshot import AgentTensor, FullSnapshot, base_records, check_finite, total_parameters
 
 
-__all__ = ["SNAPSHOT_DTYPES", "Progress", "build_manifest", "register_agent", "write_lora_records"]
+__all__ = ["SNAPSHOT_DTYPES", "build_manifest", "register_agent", "write_lora_records"]
 
 # What `snapshot_dtype` can say. "auto" keeps an agent's own dtype; the callback knows more, see there.
 SNAPSHOT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Called with what is being done, how many bytes of it are done, and how many there are.
-Progress = Callable[[str, int, int], None]
 
 
 def register_agent(

@@ -7,6 +7,7 @@ from blake3 import blake3
 
 from ..arithmetic.codec import codec_dtype
 from ..errors import CorruptedFileError
+from ..progress import Progress
 from ..storage.base_model import check_base_tensor, open_recorded_base
 from ..storage.checkpoint import Checkpoint, CheckpointWriter, copy_model_files, parse_size, plan_shards
 from ..storage.durable import output_dir_stage
@@ -14,7 +15,6 @@ from ..storage.manifest import TensorRecord
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.tensor_file import DTYPES, TensorInfo, tensor_bytes
 from ..task_vector import TILE_NUMEL, TaskVector, open_task_vector
-from .register import Progress
 
 
 __all__ = ["restore_agent"]
