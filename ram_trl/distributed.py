@@ -4,6 +4,7 @@ The rule of every collective here: all ranks call it, whatever happened to one o
 A rank that failed keeps taking part until [`World.agree`], where everyone stops.
 """
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -134,6 +135,8 @@ def start_world(cpu: bool = False) -> World:
     rank = _launched("RANK", 0)
     try:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
+        # Left to the interpreter's end, gloo's threads can abort the process.
+        atexit.register(dist.destroy_process_group)
         # One process may work long before the others hear of it.
         group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     except (RuntimeError, ValueError) as error:

@@ -130,7 +130,8 @@ def test_a_mistake_gets_one_clear_line_and_exit_code_2(folder, run_recipe, mista
 def test_a_mistake_in_the_file_of_options_gets_one_clear_line_and_exit_code_2(folder, run_recipe, content, message):
     if content is not None:
         (folder / "other.yaml").write_text(content)
-    options = ["--output_dir", "run", "--registry", "registry", "--agent", "math", "--reward_funcs", "my_rewards:f"]
+    options = ["--registry", "registry", "--agent", "math", "--reward_funcs", "my_rewards:brevity", "--use_cpu"]
+    options += ["--bf16", "False", "--output_dir", "run"]
     assert_refused(folder, run_recipe(*options, config="other.yaml"), message)
 
 

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -116,11 +117,21 @@ def printed_command(log: str) -> str:
     return commands[0]
 
 
-def run_shell(command: str, **options) -> subprocess.CompletedProcess:
-    """Run a command line as a user would, in the environment of this Python."""
+def run_shell(
+    command: str, env: dict[str, str] | None = None, timeout: float = 180, **options
+) -> subprocess.CompletedProcess:
+    """Run a command line as a user would, in the environment of this Python. What it started ends with it."""
     scripts = str(Path(sys.executable).parent)
-    env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", **options.pop("env", {})}
-    return subprocess.run(command, shell=True, env=env, capture_output=True, text=True, timeout=300, **options)
+    env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", **(env or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, shell=True, env=env, start_new_session=True, **pipes, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            # torchrun ends its workers, which are in sessions of their own, when it is asked to
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def run_python(script: str | Path, *arguments: str | Path, **options) -> subprocess.CompletedProcess:

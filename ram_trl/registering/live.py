@@ -1,7 +1,7 @@
 """Registering an agent that is in memory, at the end of its training: all ranks take part, rank 0 writes.
 
 Every rank walks over the parameters in the same order and helps to gather those that are sharded. If rank 0 fails on
-the way it keeps gathering, so that no rank waits for another, and all learn of it at the end.
+the way, all learn of it before the next parameter.
 """
 
 import contextlib
@@ -177,16 +177,16 @@ def _snapshot_full(
     snapshot = world.run(lambda: FullSnapshot(staged, base, dtype, epsilon, executed_in) if world.is_main else None)
     error = None
     for name, held in named_tensors(model):
-        if not world.is_main and not is_sharded(held):
-            continue
-        with base_tensors(model, name, held) as tensors:
-            if not world.is_main or error is not None:
-                continue
-            try:
-                for key, tensor in tensors.items():
-                    snapshot.add(AgentTensor.of(key, tensor))
-            except Exception as caught:
-                error = caught
+        if world.is_main or is_sharded(held):
+            with base_tensors(model, name, held) as tensors:
+                try:
+                    for key, tensor in tensors.items() if world.is_main else ():
+                        snapshot.add(AgentTensor.of(key, tensor))
+                except Exception as caught:
+                    error = caught
+        # Tensor by tensor together: no rank waits so long that its backend gives up, and all stop at a failure.
+        if any(world.gather(error is not None)):
+            break
     world.agree(error)
 
     def finish() -> Manifest:

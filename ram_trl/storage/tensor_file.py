@@ -297,8 +297,8 @@ def _parse_entry(name: str, entry: dict) -> tuple[TensorInfo, tuple[int, int]]:
     if type(shape) is not list or type(offsets) is not list or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has a shape or offsets that are not short lists")
     begin, end = offsets
-    if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in [*shape, begin, end]):
-        raise ValueError(f"tensor {name!r} has a shape or an offset that is not a natural number, or is too large")
+    if not all(type(size) is int and size >= 0 for size in [*shape, begin, end]):
+        raise ValueError(f"tensor {name!r} has a shape or an offset that is not a natural number")
     if math.prod(size or 1 for size in shape) > _MAX_SIZE:
         raise ValueError(f"tensor {name!r} has a shape that is too large")
     return TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape)), (begin, end)

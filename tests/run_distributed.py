@@ -1,0 +1,196 @@
+"""What several processes do together; each writes `FOLDER/NAME-RANK.json`. `test_distributed.py` starts it.
+
+torchrun --nproc_per_node 2 run_distributed.py SCENARIO FOLDER BASE...
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from ram_trl import AgentRegistry
+from ram_trl.distributed import World
+from ram_trl.errors import AgentNotFoundError, StorageError
+from ram_trl.registering.live import LiveRegistration
+
+
+def outcome(action: Callable[[], Any]) -> dict[str, Any]:
+    """What an action gave or raised, and how long it took."""
+    started = time.monotonic()
+    try:
+        result = {"result": action()}
+    except Exception as error:
+        result = {"error": type(error).__name__, "message": str(error)}
+    return {**result, "seconds": time.monotonic() - started}
+
+
+def collectives(folder: Path) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    world = World(dist.get_rank(), dist.get_world_size())
+
+    def fail_on(rank: int | None, error: Exception) -> Callable[[], str]:
+        def action():
+            if rank in (None, world.rank):
+                raise error
+            return "done"
+
+        return action
+
+    not_found = AgentNotFoundError("no such agent")
+    return {
+        "gather": outcome(lambda: world.gather({"rank": world.rank})),
+        "sum_counts": outcome(lambda: world.sum_counts([2**60 + world.rank, world.rank, 0])),
+        "run": outcome(lambda: world.run(lambda: world.rank)),
+        "run_on_main": outcome(lambda: world.run_on_main(lambda: world.rank + 7)),
+        "agree": outcome(lambda: world.agree(None)),
+        "fail_on_0": outcome(lambda: world.run(fail_on(0, StorageError("disk full")))),
+        "fail_on_1": outcome(lambda: world.run(fail_on(1, StorageError("disk full")))),
+        "fail_on_both": outcome(lambda: world.run(fail_on(None, StorageError(f"disk {world.rank} full")))),
+        "foreign_error_on_1": outcome(lambda: world.run(fail_on(1, ZeroDivisionError("of one")))),
+        "main_fails": outcome(lambda: world.run_on_main(fail_on(0, not_found))),
+        "agree_on_error_of_1": outcome(lambda: world.agree(not_found if world.rank == 1 else None)),
+        # after all of these nobody is a collective ahead of the others
+        "still_in_step": outcome(lambda: world.gather(world.rank)),
+    }
+
+
+def trained_model(base: str) -> nn.Module:
+    """A model whose weights moved, alike on all ranks."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    return model
+
+
+def register(folder: Path, agent: str, base: str, model: nn.Module, world: World) -> str | None:
+    live = LiveRegistration(
+        registry=AgentRegistry(folder / "registry"),
+        agent=agent,
+        base_model=base,
+        revision=None,
+        snapshot_dtype="auto",
+        epsilon=1e-5,
+    )
+    live.check(model, world)
+    agent = live.register(model, world, None, {})
+    return None if agent is None else str(agent)
+
+
+def fsdp2(folder: Path, *bases: str) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    mesh, world, outcomes = init_device_mesh("cpu", (2,)), World(dist.get_rank(), dist.get_world_size()), {}
+
+    def sharded(model: nn.Module) -> nn.Module:
+        for layer in model.get_submodule(
+            "base_model.model.model" if hasattr(model, "peft_config") else "model"
+        ).layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    for base in bases:
+        model = trained_model(base)
+        if world.is_main:
+            model.save_pretrained(folder / "saved" / Path(base).name)
+        model = sharded(model)
+        outcomes[Path(base).name] = outcome(lambda m=model, b=base: register(folder, Path(b).name, b, m, world))
+    # the same model again, with a NaN in the part that rank 1 holds
+    with torch.no_grad():
+        local = model.model.layers[0].mlp.down_proj.weight.to_local()
+        if world.rank == 1:
+            local[0, 0] = float("nan")
+    outcomes["nan"] = outcome(lambda: register(folder, "nan", bases[-1], model, world))
+
+    torch.manual_seed(1)
+    lora = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(bases[-1], dtype=torch.bfloat16),
+        LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+        autocast_adapter_dtype=False,
+    )
+    if world.is_main:
+        lora.save_pretrained(folder / "saved" / "adapter")
+    outcomes["lora"] = outcome(lambda: register(folder, "lora", bases[-1], sharded(lora), world))
+    return outcomes
+
+
+def grpo_ddp(folder: Path, base: str) -> dict[str, Any]:
+    from training import AtStep, grpo, train
+
+    from ram_trl import RAMRegistryCallback
+
+    registry = folder / "registry"
+
+    def run(agent: str, damage: Callable[[], Any] | None = None, **arguments) -> dict[str, Any]:
+        callback = RAMRegistryCallback(registry, agent=agent, **arguments)
+
+        def on_main(model: nn.Module) -> None:
+            if damage is not None and os.environ["RANK"] == "0":
+                damage()
+
+        options = {"model_init_kwargs": {"dtype": "bfloat16"}}
+        trainer = grpo(base, folder / "out", [callback, AtStep(2, on_main)], **options)
+        result = outcome(lambda: train(trainer).state.global_step)
+        result["world_size"] = trainer.accelerator.num_processes
+        result["registered"] = None if callback.registered is None else str(callback.registered)
+        result["callback_error"] = type(callback.error).__name__
+        trainer.save_model(str(folder / f"saved-{agent}"))
+        return result
+
+    def replace() -> None:
+        registry.rename(folder / "away")
+        registry.write_text("")
+
+    def bring_back() -> None:
+        dist.barrier()
+        if os.environ["RANK"] == "0":
+            registry.unlink()
+            (folder / "away").rename(registry)
+        dist.barrier()
+
+    outcomes = {"clean": run("clean"), "fault": run("fault", replace)}
+    outcomes["refused"] = run("refused")
+    bring_back()
+    outcomes["strict"] = run("strict", replace, strict=True)
+    bring_back()
+    return outcomes
+
+
+def zero3(folder: Path, base: str) -> dict[str, Any]:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    world = World(dist.get_rank(), dist.get_world_size())
+    model = trained_model(base)
+    if world.is_main:
+        model.save_pretrained(folder / "saved")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    return {"registered": outcome(lambda: register(folder, "math", base, engine.module, world))}
+
+
+def main() -> None:
+    scenario, folder, bases = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    outcomes = globals()[scenario](folder, *bases)
+    (folder / f"{scenario}-{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Several real processes: they agree on every outcome, and one agent comes out of them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Zoo, read_model
+from training import assert_same_weights, restored_weights, run_shell
+
+from ram_trl import AgentRegistry
+
+
+SCRIPT = Path(__file__).parent / "run_distributed.py"
+
+
+def run_ranks(scenario: str, folder: Path, *bases: Path, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    """Run a scenario in two processes; what each of them saw."""
+    names = " ".join(map(str, bases))
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
+    result = run_shell(
+        f"{torchrun} {SCRIPT} {scenario} {folder} {names}",
+        env={"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **(env or {})},
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads((folder / f"{scenario}-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+# The processes agree
+
+
+@pytest.fixture(scope="module")
+def collectives(tmp_path_factory) -> list[dict[str, Any]]:
+    return run_ranks("collectives", tmp_path_factory.mktemp("collectives"))
+
+
+def seen(ranks: list[dict[str, Any]], case: str, key: str) -> list[Any]:
+    return [rank[case].get(key) for rank in ranks]
+
+
+def test_what_one_gathers_all_have_by_rank(collectives):
+    assert seen(collectives, "gather", "result") == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_counts_are_summed_exactly(collectives):
+    assert seen(collectives, "sum_counts", "result") == [[2**61 + 1, 1, 0]] * 2
+
+
+def test_each_rank_runs_an_action_or_only_the_main_one_does(collectives):
+    assert seen(collectives, "run", "result") == [0, 1]
+    assert seen(collectives, "run_on_main", "result") == [7, 7]
+    assert seen(collectives, "agree", "error") == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("case", "errors", "messages"),
+    [
+        ("fail_on_0", ["StorageError"] * 2, ["disk full", "disk full (rank 0)"]),
+        ("fail_on_1", ["StorageError"] * 2, ["disk full (rank 1)", "disk full"]),
+        ("fail_on_both", ["StorageError"] * 2, ["disk 0 full", "disk 1 full"]),
+        ("main_fails", ["AgentNotFoundError"] * 2, ["no such agent", "no such agent (rank 0)"]),
+        ("agree_on_error_of_1", ["AgentNotFoundError"] * 2, ["no such agent (rank 1)", "no such agent"]),
+        (
+            "foreign_error_on_1",
+            ["DistributedError", "ZeroDivisionError"],
+            ["ZeroDivisionError: of one (rank 1)", "of one"],
+        ),
+    ],
+)
+def test_an_error_on_one_rank_is_raised_on_all_within_seconds(collectives, case, errors, messages):
+    assert seen(collectives, case, "error") == errors
+    assert seen(collectives, case, "message") == messages
+    assert max(seen(collectives, case, "seconds")) < 10
+
+
+def test_after_errors_the_ranks_are_still_in_step(collectives):
+    assert seen(collectives, "still_in_step", "result") == [[0, 1]] * 2
+
+
+# Data parallel GRPO
+
+
+@pytest.fixture(scope="module")
+def ddp(zoo: Zoo, tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("ddp")
+    return run_ranks("grpo_ddp", folder, zoo.base("qwen2_untied")), folder
+
+
+def test_data_parallel_training_registers_one_version_of_the_saved_weights(ddp, tmp_path):
+    ranks, folder = ddp
+    assert seen(ranks, "clean", "world_size") == [2, 2]
+    assert seen(ranks, "clean", "registered") == ["clean@v1", None]
+    assert seen(ranks, "clean", "callback_error") == ["NoneType", "NoneType"]
+    registry = AgentRegistry(folder / "registry")
+    assert registry.names() == ["clean"]
+    assert registry.versions("clean") == [1]
+    assert registry.get("clean").manifest.training["num_processes"] == 2
+    back = restored_weights(folder / "registry", "clean", tmp_path / "back")
+    assert_same_weights(back, read_model(folder / "saved-clean"))
+
+
+def test_a_fault_that_only_the_main_rank_sees_costs_no_rank_the_run(ddp):
+    ranks, folder = ddp
+    assert seen(ranks, "fault", "result") == [2, 2]
+    assert seen(ranks, "fault", "callback_error") == ["StorageError", "StorageError"]
+    assert read_model(folder / "saved-fault")
+
+
+def test_a_fault_that_only_the_main_rank_sees_stops_all_ranks_if_strict(ddp):
+    ranks, folder = ddp
+    assert seen(ranks, "strict", "error") == ["StorageError", "StorageError"]
+    assert seen(ranks, "strict", "callback_error") == ["StorageError", "StorageError"]
+    assert read_model(folder / "saved-strict")
+
+
+def test_what_only_the_main_rank_can_refuse_stops_all_ranks_before_training(ddp):
+    ranks, _ = ddp
+    assert seen(ranks, "refused", "error") == ["StorageError", "StorageError"]
+    assert max(seen(ranks, "refused", "seconds")) < 10
+
+
+# Sharded models
+
+
+@pytest.fixture(scope="module")
+def fsdp2(zoo: Zoo, tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("fsdp2")
+    return run_ranks("fsdp2", folder, *map(zoo.base, ("qwen3_moe", "qwen2_tied", "qwen2_untied"))), folder
+
+
+@pytest.mark.parametrize("kind", ["qwen2_untied", "qwen2_tied", "qwen3_moe"])
+def test_an_fsdp2_model_is_registered_as_the_unsharded_one(zoo: Zoo, fsdp2, tmp_path, kind):
+    ranks, folder = fsdp2
+    agent, base = zoo.base(kind).name, read_model(zoo.base(kind))
+    assert seen(ranks, agent, "error") == [None, None]
+    assert seen(ranks, agent, "result") == [f"{agent}@v1", None]
+    trained = read_model(folder / "saved" / agent)
+    assert all(not torch.equal(trained[name], base[name]) for name in base)
+    assert_same_weights(restored_weights(folder / "registry", f"{agent}@v1", tmp_path / "back"), trained)
+
+
+def test_an_fsdp2_adapter_is_registered_as_the_unsharded_one(fsdp2):
+    ranks, folder = fsdp2
+    assert seen(ranks, "lora", "message") == [None, None]
+    agent = AgentRegistry(folder / "registry").get(ranks[0]["lora"]["result"])
+    assert agent.manifest.kind == "lora"
+    assert_same_weights(read_model(agent.path), read_model(folder / "saved" / "adapter"))
+
+
+def test_a_nan_in_one_shard_is_refused_on_all_ranks(fsdp2):
+    ranks, folder = fsdp2
+    assert seen(ranks, "nan", "error") == ["NonFiniteError", "NonFiniteError"]
+    assert all("model.layers.0.mlp.down_proj.weight" in message for message in seen(ranks, "nan", "message"))
+    assert "nan" not in AgentRegistry(folder / "registry").names()
+
+
+def test_a_zero3_model_is_registered_as_the_unsharded_one(zoo: Zoo, tmp_path):
+    pytest.importorskip("deepspeed")
+    base = zoo.base("qwen2_untied")
+    ranks = run_ranks("zero3", tmp_path, base, env={"DS_ACCELERATOR": "cpu"})
+    assert seen(ranks, "registered", "error") == [None, None]
+    back = restored_weights(tmp_path / "registry", "math", tmp_path / "back")
+    assert_same_weights(back, read_model(tmp_path / "saved"))
