@@ -17,7 +17,7 @@ import yaml
 from .errors import ConfigError
 
 
-__all__ = ["MergeConfig", "RegistryConfig", "parse_config"]
+__all__ = ["MergeConfig", "OptionParser", "RegistryConfig", "parse_config"]
 
 T = TypeVar("T")
 

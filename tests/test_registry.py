@@ -679,3 +679,21 @@ def test_kill_at_any_moment_of_a_commit_leaves_whole_versions_only(registry, cal
     versions = registry.versions("math")
     assert number > 1 and versions and versions == list(range(1, len(versions) + 1))
     registry.get("math").verify()
+
+
+def test_a_version_with_a_damaged_manifest_can_be_removed(registry):
+    register(registry, "math")
+    register(registry, "math")
+    (registry.path / "agents/math/v000002/manifest.json").write_text("{")
+    with pytest.raises(CorruptedFileError):
+        registry.get("math")
+    assert registry.remove("math@v2") == ["math@v2"]
+    assert str(registry.get("math")) == "math@v1"
+
+
+def test_a_fifo_in_the_place_of_a_manifest_is_refused_at_once(registry):
+    agent = register(registry, "math")
+    (agent.path / "manifest.json").unlink()
+    os.mkfifo(agent.path / "manifest.json")
+    with pytest.raises(CorruptedFileError, match="not a regular file"):
+        registry.get("math")

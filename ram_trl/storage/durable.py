@@ -149,6 +149,9 @@ def read_json(path: Path) -> dict:
         StorageError: if the file cannot be read.
         CorruptedFileError: if it does not hold a JSON object.
     """
+    if path.exists() and not path.is_file():
+        # reading a FIFO would wait for ever
+        raise CorruptedFileError(f"{path} is not a regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

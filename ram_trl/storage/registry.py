@@ -174,20 +174,12 @@ class AgentRegistry:
             AgentNotFoundError: if there is no such registry, agent or version.
             InvalidNameError: if the name is not one.
         """
-        name, number = _parse_spec(spec)
-        known = self.names()
-        if name not in known:
-            raise AgentNotFoundError(f"no agent {name!r} in {self.path}; it holds: {', '.join(known) or 'none'}")
-        versions = self.versions(name)
-        if number is not None and number not in versions:
-            listed = ", ".join(f"v{version}" for version in versions)
-            raise AgentNotFoundError(f"agent {name!r} has no version v{number}; it has: {listed}")
-        number = versions[-1] if number is None else number
-        path = self._agents_dir / name / f"v{number:06d}"
+        name, numbers = self._find(spec)
+        path = self._version_dir(name, numbers[-1])
         manifest = Manifest.from_dict(read_json(path / MANIFEST), str(path / MANIFEST))
         if manifest.agent != name or manifest.kind not in ("full", "lora"):
             raise CorruptedFileError(f"{path / MANIFEST} is not the manifest of agent {name!r}")
-        return RegisteredAgent(name, number, path, manifest)
+        return RegisteredAgent(name, numbers[-1], path, manifest)
 
     def check_writable(self) -> None:
         """Create the registry if need be and try to write in it.
@@ -218,7 +210,7 @@ class AgentRegistry:
             write_json(staged / MANIFEST, manifest.to_dict())
             while True:
                 number = 1 + max([0, *self.versions(manifest.agent), *self._numbers(manifest.agent, _REMOVED)])
-                target = self._agents_dir / manifest.agent / f"v{number:06d}"
+                target = self._version_dir(manifest.agent, number)
                 try:
                     publish(staged, target)
                 except FileExistsError:
@@ -226,18 +218,37 @@ class AgentRegistry:
                     continue
                 return RegisteredAgent(manifest.agent, number, target, manifest)
 
-    def remove(self, spec: str) -> list[RegisteredAgent]:
-        """Remove one version (`"math@v2"`) or all of an agent's (`"math"`). Their numbers are not used again."""
-        name, number = _parse_spec(spec)
-        agents = [self.get(spec)] if number else [self.get(f"{name}@v{v}") for v in self.versions(self.get(name).name)]
+    def remove(self, spec: str) -> list[str]:
+        """Remove one version (`"math@v2"`) or all of an agent's (`"math"`), damaged ones too.
+
+        Returns:
+            `list[str]`: the versions that were removed. Their numbers are not used again.
+        """
+        name, numbers = self._find(spec)
         with explain_os_errors(f"removing agent {spec}"):
-            for agent in agents:
-                (agent.path.parent / f"{agent.path.name}.removed").touch()
-                hidden = agent.path.parent / f"{STAGING_PREFIX}removed-{agent.path.name}"
-                agent.path.rename(hidden)
-                sync_dir(agent.path.parent)
+            for number in numbers:
+                path = self._version_dir(name, number)
+                path.with_name(f"{path.name}.removed").touch()
+                hidden = path.with_name(f"{STAGING_PREFIX}removed-{path.name}")
+                path.rename(hidden)
+                sync_dir(path.parent)
                 shutil.rmtree(hidden)
-        return agents
+        return [f"{name}@v{number}" for number in numbers]
+
+    def _find(self, spec: str) -> tuple[str, list[int]]:
+        """Name of an agent, and the version that a spec names or all that there are."""
+        name, number = _parse_spec(spec)
+        known = self.names()
+        if name not in known:
+            raise AgentNotFoundError(f"no agent {name!r} in {self.path}; it holds: {', '.join(known) or 'none'}")
+        versions = self.versions(name)
+        if number is not None and number not in versions:
+            listed = ", ".join(f"v{version}" for version in versions)
+            raise AgentNotFoundError(f"agent {name!r} has no version v{number}; it has: {listed}")
+        return name, versions if number is None else [number]
+
+    def _version_dir(self, name: str, number: int) -> Path:
+        return self._agents_dir / name / f"v{number:06d}"
 
     @property
     def _agents_dir(self) -> Path:
