@@ -6,8 +6,8 @@ A rank that failed keeps taking part until [`World.agree`], where everyone stops
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -183,19 +183,12 @@ def _is_dtensor(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
 
 
-class _gathered_by_deepspeed:
-    def __init__(self, parameter: Tensor):
-        import deepspeed
+@contextmanager
+def _gathered_by_deepspeed(parameter: Tensor) -> Iterator[Tensor]:
+    import deepspeed
 
-        self._parameter = parameter
-        self._gathered = deepspeed.zero.GatheredParameters([parameter])
-
-    def __enter__(self) -> Tensor:
-        self._gathered.__enter__()
-        return self._parameter.detach()
-
-    def __exit__(self, *details) -> None:
-        self._gathered.__exit__(*details)
+    with deepspeed.zero.GatheredParameters([parameter]):
+        yield parameter.detach()
 
 
 def _describe(error: BaseException | None) -> tuple[type[RamTrlError], str] | None:
