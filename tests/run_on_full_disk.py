@@ -57,8 +57,8 @@ def main() -> None:
     register_agent(AgentRegistry(registry), "math", str(agent), base_model=str(base))
     files = registered_files(registry)
     options = {"model_init_kwargs": {"dtype": "bfloat16"}}
-    # at the first byte, within the deltas, within the records
-    for left in (0, 8192, 32768):
+    # on the disk: at the first byte, within the deltas, within the records
+    for left in (0, 8192, 32768) if means == "tmpfs" else (0, 4096, 16384):
         callback = RAMRegistryCallback(registry, agent="math")
         trainer = grpo(base, folder / "out", [callback, AtStep(2, lambda model, n=left: disk.fill(n))], **options)
         train(trainer)
