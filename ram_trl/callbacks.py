@@ -1,5 +1,6 @@
 """The callback that registers an agent when its training ends."""
 
+import contextlib
 import logging
 import math
 import os
@@ -16,13 +17,14 @@ import trl
 from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 
 from .distributed import current_world
 from .errors import RamTrlError
 from .registering.live import LiveRegistration
 from .registering.live_model import base_name, unwrap
+from .registering.register import check_options
 from .storage.registry import AgentRegistry, RegisteredAgent
+from .terminal import progress_bar
 
 
 __all__ = ["RAMRegistryCallback"]
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class RAMRegistryCallback(TrainerCallback, ExportableState):
+class RAMRegistryCallback(TrainerCallback):
     """Puts the agent's task vector into a registry when training ends.
 
     What can be known to fail is refused when training begins. A failure at the end never costs the run: it is logged
@@ -82,20 +84,11 @@ class RAMRegistryCallback(TrainerCallback, ExportableState):
         epsilon: float = 1e-5,
         strict: bool = False,
     ):
-        # They go into every checkpoint's trainer state, as JSON.
-        self._arguments = {
-            "registry": os.fspath(registry),
-            "agent": agent,
-            "base_model": None if base_model is None else os.fspath(base_model),
-            "revision": revision,
-            "snapshot_dtype": snapshot_dtype,
-            "epsilon": float(epsilon),
-            "strict": bool(strict),
-        }
+        check_options(agent, snapshot_dtype, epsilon)
         self._registration = LiveRegistration(
             registry=AgentRegistry(registry),
             agent=agent,
-            base_model=base_model,
+            base_model=None if base_model is None else os.fspath(base_model),
             revision=revision,
             snapshot_dtype=snapshot_dtype,
             epsilon=epsilon,
@@ -104,30 +97,37 @@ class RAMRegistryCallback(TrainerCallback, ExportableState):
         self.registered: RegisteredAgent | None = None
         self.error: Exception | None = None
 
-    def state(self) -> dict[str, Any]:
-        """Arguments that rebuild the callback from a checkpoint's trainer state."""
-        return {"args": self._arguments, "attributes": {}}
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
     ) -> None:
         self.registered, self.error = None, None
-        self._registration.check(model, current_world())
+        registration, world = self._registration, current_world()
+        if registration.base_model is None and registration.revision is None:
+            # TRL's configurations say here which revision of the model they load.
+            registration.revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
+        registration.check(model, world)
+        inside = Path(args.output_dir).resolve() in Path(registration.registry.path).resolve().parents
+        if world.is_main and args.push_to_hub and inside:
+            logger.warning("the registry %s is inside output_dir and would be pushed too", registration.registry.path)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
     ) -> None:
         world = current_world()
         executed_in = _AUTOCAST.get(AcceleratorState().mixed_precision)
+        show = progress_bar() if world.is_main and not args.disable_tqdm else contextlib.nullcontext()
         try:
-            self.registered = self._registration.register(model, world, executed_in, _provenance(args, state))
+            with show as progress:
+                self.registered = self._registration.register(
+                    model, world, executed_in, _provenance(args, state), progress
+                )
         except Exception as error:
             _release_frames(error)
             self.error = error
             if world.is_main:
                 logger.error(
                     "agent %r was NOT registered: %s\nThe trained model is unharmed. Register it later with:\n  %s",
-                    self._arguments["agent"],
+                    self._registration.agent,
                     error if isinstance(error, RamTrlError) else repr(error),
                     self._retry_command(args, state, model, executed_in),
                     exc_info=not isinstance(error, RamTrlError),
@@ -135,25 +135,29 @@ class RAMRegistryCallback(TrainerCallback, ExportableState):
             if self.strict:
                 raise
         if self.registered is not None:
-            logger.info("registered agent %s in %s", self.registered, self._arguments["registry"])
+            logger.info("registered agent %s in %s", self.registered, self._registration.registry.path)
+            if state.global_step < state.max_steps:
+                logger.warning(
+                    "agent %s was registered after %d of %d steps", self.registered, state.global_step, state.max_steps
+                )
 
     def _retry_command(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, executed_in: torch.dtype | None
     ) -> str:
         """The command that registers from disk what could not be registered from memory."""
-        checkpoint = _final_checkpoint(args, state)
-        dtype = self._arguments["snapshot_dtype"]
-        if dtype == "auto" and executed_in is not None and self._registration.base_dtypes == {executed_in}:
+        registration, checkpoint = self._registration, _final_checkpoint(args, state)
+        dtype = registration.snapshot_dtype
+        if dtype == "auto" and executed_in in registration.base_dtypes:
             # a checkpoint does not tell what its run computed in
             dtype = str(executed_in).removeprefix("torch.")
         options = {
-            "registry": self._arguments["registry"],
-            "agent": self._arguments["agent"],
-            "base_model": self._arguments["base_model"] or base_name(unwrap(model)),
-            "revision": self._arguments["revision"],
+            "registry": str(registration.registry.path),
+            "agent": registration.agent,
+            "base_model": registration.base_model or base_name(unwrap(model)),
+            "revision": registration.revision,
             "model": checkpoint or "DIR",
             "snapshot_dtype": None if dtype == "auto" else dtype,
-            "epsilon": None if self._arguments["epsilon"] == 1e-5 else str(self._arguments["epsilon"]),
+            "epsilon": None if registration.epsilon == 1e-5 else str(registration.epsilon),
         }
         given = {name: shlex.quote(value) for name, value in options.items() if value is not None}
         command = "ram-trl register " + " ".join(f"--{name} {value}" for name, value in given.items())
@@ -171,7 +175,7 @@ def _final_checkpoint(args: TrainingArguments, state: TrainerState) -> str | Non
 
 
 def _release_frames(error: BaseException) -> None:
-    """Let go of what the frames of an error hold: whole tensors, and open files whose space stays taken."""
+    """Let go of the tensors that the frames of an error hold."""
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)

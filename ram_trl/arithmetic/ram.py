@@ -7,7 +7,7 @@ as integers, so the factors do not depend on how the work was cut.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class OverlapCounts:
 
     changed: list[int]
     unique: list[int]
-    histogram: list[int] = field(default_factory=list)
+    histogram: list[int]
 
     @classmethod
     def zeros(cls, num_agents: int) -> "OverlapCounts":
@@ -86,9 +86,10 @@ class OverlapCounts:
 
     def add(self, other: "OverlapCounts") -> None:
         """Add the counts of another part of the model."""
-        summed = [a + b for a, b in zip(self.to_list(), other.to_list(), strict=True)]
-        part = OverlapCounts.from_list(summed, len(self.changed))
-        self.changed, self.unique, self.histogram = part.changed, part.unique, part.histogram
+        for own, others in zip(
+            (self.changed, self.unique, self.histogram), (other.changed, other.unique, other.histogram), strict=True
+        ):
+            own[:] = [a + b for a, b in zip(own, others, strict=True)]
 
     @classmethod
     def from_list(cls, counts: Sequence[int], num_agents: int) -> "OverlapCounts":

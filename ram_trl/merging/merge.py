@@ -17,7 +17,7 @@ from ..storage.durable import check_output_dir, output_dir_stage, write_json
 from ..storage.registry import AgentRegistry
 from ..storage.tensor_file import TensorFile
 from .model_card import model_card
-from .passes import merge_tensors, probe_tensors
+from .passes import check_base, merge_tensors, probe_tensors
 from .plan import MergePlan, MergeSettings, plan_merge
 from .report import build_report
 
@@ -87,7 +87,7 @@ def merge_agents(
     Raises:
         RamTrlError: naming what is wrong and the cure; nothing was written then.
     """
-    registry = registry if isinstance(registry, AgentRegistry) else AgentRegistry(registry)
+    registry = AgentRegistry(registry)
 
     def make_plan() -> MergePlan:
         settings = MergeSettings(
@@ -107,9 +107,10 @@ def merge_agents(
 
     plan = world.run(make_plan)
     with contextlib.closing(plan):
-        world.run(lambda: _verify(plan, world))
         names = plan.share(world.rank, world.size)
-        advance = _meter("probe", plan, names, progress if world.is_main else None)
+        progress = progress if world.is_main else None
+        world.run(lambda: _verify(plan, names, world, progress))
+        advance = _meter("probe", plan, names, progress)
         local = world.run(lambda: probe_tensors(plan, names, world.device, advance))
         counts = OverlapCounts.from_list(world.sum_counts(local.to_list()), len(plan.agents))
         factors = [
@@ -128,7 +129,7 @@ def merge_agents(
             stack.callback(writer.close)
             world.run_on_main(writer.create)
             world.run(writer.open)
-            advance = _meter("merge", plan, names, progress if world.is_main else None)
+            advance = _meter("merge", plan, names, progress)
             local = world.run(lambda: merge_tensors(plan, names, factors, writer, world.device, advance))
             magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
             report = build_report(plan, counts, factors, magnitudes)
@@ -139,10 +140,15 @@ def merge_agents(
     return report
 
 
-def _verify(plan: MergePlan, world: World) -> None:
-    """Check the digests of the agents' files, the agents shared out over the ranks."""
-    for agent in plan.agents[world.rank :: world.size]:
+def _verify(plan: MergePlan, names: Sequence[str], world: World, progress: Progress | None) -> None:
+    """Check the digests of a rank's share of the agents' files and of the base."""
+    agents = plan.agents[world.rank :: world.size]
+    sizes = [sum(file.size for file in agent.manifest.files.values()) for agent in agents]
+    advance = _meter("check", plan, names, progress, sum(sizes))
+    for agent, size in zip(agents, sizes, strict=True):
         agent.verify()
+        advance(size)
+    check_base(plan, names, advance)
 
 
 def _finish(plan: MergePlan, staged: Path, report: dict[str, Any], title: str) -> None:
@@ -155,9 +161,11 @@ def _finish(plan: MergePlan, staged: Path, report: dict[str, Any], title: str) -
     (staged / "README.md").write_text(model_card(report, title), encoding="utf-8")
 
 
-def _meter(doing: str, plan: MergePlan, names: Sequence[str], progress: Progress | None) -> Callable[[int], None]:
-    """A function that adds up the bytes of finished tensors and reports them."""
-    done, total = 0, sum(plan.base.tensors[name].nbytes for name in names)
+def _meter(
+    doing: str, plan: MergePlan, names: Sequence[str], progress: Progress | None, more: int = 0
+) -> Callable[[int], None]:
+    """A function that adds up bytes that are done, of some tensors and `more`, and reports them."""
+    done, total = 0, more + sum(plan.base.tensors[name].nbytes for name in names)
 
     def advance(nbytes: int) -> None:
         nonlocal done

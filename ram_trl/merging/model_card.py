@@ -1,6 +1,7 @@
 """The model card of a merged model."""
 
 import json
+import os
 from typing import Any
 
 from .report import COLUMNS, format_row
@@ -55,11 +56,11 @@ def model_card(report: dict[str, Any], title: str) -> str:
             Name of the model.
     """
     base, agents = report["base_model"], report["agents"]
-    front_matter = [
-        # JSON strings are YAML strings, whatever is in them
-        "base_model:",
-        f"- {json.dumps(base['name'])}",
-        "base_model_relation: merge",
+    front_matter = []
+    if not os.path.isabs(base["name"]):
+        # The Hub refuses a card that names a directory. JSON strings are YAML strings, whatever is in them.
+        front_matter += ["base_model:", f"- {json.dumps(base['name'])}", "base_model_relation: merge"]
+    front_matter += [
         "library_name: transformers",
         "tags:",
         *(f"- {tag}" for tag in ("merge", "ram", "reinforcement-learning", "trl", "ram_trl")),

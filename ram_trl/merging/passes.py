@@ -32,7 +32,7 @@ from ..task_vector import TILE_NUMEL
 from .plan import MergePlan
 
 
-__all__ = ["merge_tensors", "probe_tensors"]
+__all__ = ["check_base", "merge_tensors", "probe_tensors"]
 
 # Large enough that a thread is rarely without work, small enough that the largest tensor is shared by all.
 _BLOCK_NUMEL = 16 * TILE_NUMEL
@@ -53,10 +53,33 @@ class _Block:
     nbytes: int
 
 
+def check_base(plan: MergePlan, names: Sequence[str], advance: Callable[[int], None]) -> None:
+    """Compare some of the base's tensors with their recorded digests.
+
+    Args:
+        plan ([`MergePlan`]):
+            The merge.
+        names (`Sequence[str]`):
+            Tensors to check, each with those that are tied to it.
+        advance (`Callable[[int], None]`):
+            Called with the bytes of every tensor that is done.
+
+    Raises:
+        BaseModelError: naming a tensor that is not what was recorded.
+    """
+
+    def check(name: str) -> None:
+        for copy in plan.copies_of[name]:
+            check_base_tensor(plan.base, copy.name, plan.records[copy.name])
+
+    for name, _ in _in_threads(check, names):
+        advance(plan.base.tensors[name].nbytes)
+
+
 def probe_tensors(
     plan: MergePlan, names: Sequence[str], device: torch.device, advance: Callable[[int], None]
 ) -> OverlapCounts:
-    """Count overlaps in some of the tensors (section 4.1), and check that the base is the recorded one.
+    """Count overlaps in some of the tensors (section 4.1).
 
     Args:
         plan ([`MergePlan`]):
@@ -69,13 +92,8 @@ def probe_tensors(
             Called with the bytes of every block that is done.
 
     Raises:
-        BaseModelError: if a tensor of the base is not what was recorded.
         NonFiniteError: if an agent holds NaN or infinity.
     """
-
-    def check(name: str) -> None:
-        for copy in plan.copies_of(name):
-            check_base_tensor(plan.base, copy.name, plan.records[copy.name])
 
     def count(block: _Block) -> OverlapCounts:
         counts = OverlapCounts.zeros(len(plan.agents))
@@ -87,8 +105,6 @@ def probe_tensors(
         return counts
 
     total = OverlapCounts.zeros(len(plan.agents))
-    for _ in _in_threads(check, names):
-        pass
     for block, counts in _in_threads(count, _blocks(plan, names)):
         total.add(counts)
         advance(block.nbytes)
@@ -129,7 +145,7 @@ def merge_tensors(
             return _merge_block(plan, block, factors, writer, device)
         for start, stop in _tile_bounds(block):
             tile = plan.base.read(block.name, start, stop)
-            for copy in plan.copies_of(block.name):
+            for copy in plan.copies_of[block.name]:
                 writer.write(copy.name, start, _in_range(block.name, tile, tile.to(copy.dtype)))
         return []
 
@@ -144,7 +160,7 @@ def merge_tensors(
 def _merge_block(
     plan: MergePlan, block: _Block, factors: Sequence[float], writer: CheckpointWriter, device: torch.device
 ) -> Magnitudes:
-    settings, copies = plan.settings, plan.copies_of(block.name)
+    settings, copies = plan.settings, plan.copies_of[block.name]
     # a plain average knows no masks
     epsilon = 0.0 if settings.method == "average" else settings.epsilon
     tiles = []

@@ -79,6 +79,8 @@ class MergePlan:
             For every tensor that is changed at all, the positions of the agents that change it.
         outputs (`list[TensorInfo]`):
             Tensors of the merged model, in the base's order.
+        copies_of (`dict[str, list[TensorInfo]]`):
+            The output tensors that are made from each base tensor: itself, and those tied to it.
     """
 
     agents: list[RegisteredAgent]
@@ -89,21 +91,18 @@ class MergePlan:
     weights: list[float]
     touched_by: dict[str, list[int]]
     outputs: list[TensorInfo]
+    copies_of: dict[str, list[TensorInfo]]
 
     def share(self, rank: int, size: int) -> list[str]:
         """Tensors that a rank works on: largest first, each to the rank with the fewest bytes so far."""
         loads, names = [0] * size, []
-        sources = [info for info in self.outputs if self.records[info.name].tied_to is None]
+        sources = [self.base.tensors[source] for source in self.copies_of]
         for info in sorted(sources, key=lambda info: (-info.nbytes, info.name)):
             lightest = loads.index(min(loads))
             loads[lightest] += info.nbytes
             if lightest == rank:
                 names.append(info.name)
         return names
-
-    def copies_of(self, source: str) -> list[TensorInfo]:
-        """Output tensors made from a base tensor: itself, and those tied to it."""
-        return [info for info in self.outputs if (self.records[info.name].tied_to or info.name) == source]
 
     def close(self) -> None:
         for vector in self.vectors:
@@ -149,6 +148,13 @@ def plan_merge(
             if name not in records or codec_dtype(base.tensors[name].dtype, torch.float32) is None:
                 raise CorruptedFileError(f"agent {vector.agent} changes {name!r}, which is no parameter of the base")
             touched_by.setdefault(name, []).append(position)
+    outputs = [
+        TensorInfo(info.name, _output_dtype(info.dtype, settings.output_dtype), info.shape)
+        for info in base.tensors.values()
+    ]
+    copies_of: dict[str, list[TensorInfo]] = {}
+    for info in outputs:
+        copies_of.setdefault(records[info.name].tied_to or info.name, []).append(info)
     return MergePlan(
         agents=chosen,
         vectors=vectors,
@@ -157,10 +163,8 @@ def plan_merge(
         settings=settings,
         weights=_weights(chosen, settings.weights),
         touched_by=touched_by,
-        outputs=[
-            TensorInfo(info.name, _output_dtype(info.dtype, settings.output_dtype), info.shape)
-            for info in base.tensors.values()
-        ],
+        outputs=outputs,
+        copies_of=copies_of,
     )
 
 

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arithmetic.ram import OverlapCounts, overlap_ratio
+from ..storage.registry import RegisteredAgent
 from ..version import __version__
 from .plan import MergePlan
 
 
-__all__ = ["COLUMNS", "build_report", "format_report", "format_row", "warnings_of"]
+__all__ = ["COLUMNS", "build_report", "format_report", "format_row"]
 
 COLUMNS = ("agent", "kind", "changed", "density", "shared", "unique", "rho", "lambda", "effective", "weight")
 
@@ -72,20 +73,26 @@ def build_report(
         "agents": rows,
         "overlap_histogram": counts.histogram,
     }
-    report["warnings"] = warnings_of(report)
+    report["warnings"] = _warnings(report, plan.agents)
     return report
 
 
-def warnings_of(report: dict[str, Any]) -> list[str]:
+def _warnings(report: dict[str, Any], agents: Sequence[RegisteredAgent]) -> list[str]:
     """What a user should know before trusting the merge, with the cure."""
     warnings = []
-    for row in report["agents"]:
+    for row, agent in zip(report["agents"], agents, strict=True):
+        step, max_steps = (agent.manifest.training.get(key, 0) for key in ("step", "max_steps"))
+        if step < max_steps:
+            warnings.append(
+                f"agent {agent} was registered after {step:,} of {max_steps:,} steps of its training; if that was not "
+                "meant, name another version with --agents"
+            )
         if row["changed"] == 0:
             warnings.append(
                 f"agent {row['name']} changed nothing by more than epsilon={report['epsilon']:g}: it adds nothing to "
                 "the merge; lower --epsilon, or check that it was trained"
             )
-        elif len(report["agents"]) > 1 and report["method"] != "average":
+        elif len(agents) > 1 and report["method"] != "average":
             share = row["shared"] / row["changed"]
             if share > _MOSTLY_SHARED:
                 warnings.append(

@@ -7,6 +7,7 @@ nor its configuration.
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import IncompatibleAgentError, UnsupportedModelError
@@ -15,7 +16,7 @@ from ..storage.manifest import LoraRecord
 from ..storage.tensor_file import DTYPE_NAMES
 
 
-__all__ = ["PREFIX", "check_adapter_config", "check_targets", "config_scaling", "map_adapter"]
+__all__ = ["PREFIX", "AdapterLayer", "check_adapter_config", "check_targets", "config_scaling", "map_adapter"]
 
 # PEFT's name of the wrapped model.
 PREFIX = "base_model.model."
@@ -38,7 +39,24 @@ _REFUSED_OPTIONS = {
     "megatron_config": "Megatron layers",
 }
 _FACTOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
+# Their layers are Conv1D, which stores weights as (in, out).
+_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CURE = "merge the adapter into its model (merge_and_unload), save that and register it as a full fine-tune"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayer:
+    """What a LoRA layer of a live model holds.
+
+    Args:
+        scaling (`float`):
+            Factor of B @ A.
+        transposed (`bool`):
+            Whether the base stores the layer's weight as (in, out).
+    """
+
+    scaling: float
+    transposed: bool
 
 
 def check_adapter_config(config: Mapping[str, Any]) -> None:
@@ -100,7 +118,10 @@ def check_targets(names: Iterable[str], base: Checkpoint) -> None:
 
 
 def map_adapter(
-    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], scaling: Mapping[str, float], base: Checkpoint
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+    base: Checkpoint,
+    layers: Mapping[str, AdapterLayer] | None = None,
 ) -> dict[str, LoraRecord]:
     """Find for every tensor of an adapter file which base tensor it changes, and how.
 
@@ -109,10 +130,11 @@ def map_adapter(
             Shapes of the adapter file's tensors, by PEFT's names.
         config (`Mapping`):
             Content of `adapter_config.json`.
-        scaling (`Mapping[str, float]`):
-            Scaling of modules as read from a live model; the others follow the configuration.
         base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
             Base model.
+        layers (`Mapping[str, AdapterLayer]`, *optional*):
+            What the layers of a live model hold, by the base's module names. Without it the configuration and the
+            shapes decide.
 
     Raises:
         UnsupportedModelError: if the adapter is not a plain LoRA.
@@ -141,45 +163,43 @@ def map_adapter(
             records[name] = LoraRecord(replaced_by=key)
     check_targets(records, base)
     for name, record in records.items():
-        _check_shapes(name, record, shapes, config, base)
+        if "F" not in DTYPE_NAMES[base.tensors[name].dtype]:
+            raise UnsupportedModelError(
+                f"base tensor {name!r} is quantised ({base.tensors[name].dtype}): register against the original base"
+            )
         if record.replaced_by is None:
-            module, rank = name.removesuffix(".weight"), _rank(record, shapes)
-            record.scaling = scaling[module] if module in scaling else config_scaling(config, module, rank)
+            _complete(name, record, shapes, config, base, layers or {})
+        elif shapes[record.replaced_by] != base.tensors[name].shape:
+            raise IncompatibleAgentError(
+                f"adapter tensor {record.replaced_by!r} has shape {list(shapes[record.replaced_by])}, "
+                f"in the base it has {list(base.tensors[name].shape)}"
+            )
     return records
 
 
-def _rank(record: LoraRecord, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return shapes[record.factor_a][0]
-
-
-def _check_shapes(
+def _complete(
     name: str,
     record: LoraRecord,
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
     base: Checkpoint,
+    layers: Mapping[str, AdapterLayer],
 ) -> None:
-    expected = base.tensors[name].shape
-    if "F" not in DTYPE_NAMES[base.tensors[name].dtype]:
-        raise UnsupportedModelError(
-            f"base tensor {name!r} is quantised ({base.tensors[name].dtype}): register against the original base"
-        )
-    if record.replaced_by is not None:
-        if shapes[record.replaced_by] != expected:
-            raise IncompatibleAgentError(
-                f"adapter tensor {record.replaced_by!r} has shape {list(shapes[record.replaced_by])}, "
-                f"in the base it has {list(expected)}"
-            )
-        return
+    """Find scaling and orientation of a pair of factors."""
     if record.factor_a is None or record.factor_b is None:
         raise IncompatibleAgentError(f"the adapter has only one of the two factors of {name!r}")
-    shape_a, shape_b = shapes[record.factor_a], shapes[record.factor_b]
+    shape_a, shape_b, expected = shapes[record.factor_a], shapes[record.factor_b], base.tensors[name].shape
     if len(shape_a) != 2 or len(shape_b) != 2:
         raise UnsupportedModelError(f"LoRA on a convolution ({name!r}) is not supported: {_CURE}")
-    # GPT-2's Conv1D stores (in, out); embeddings were marked by their names.
-    record.transposed = record.transposed or bool(config.get("fan_in_fan_out"))
-    update = (shape_a[1], shape_b[0]) if record.transposed else (shape_b[0], shape_a[1])
-    if shape_a[0] != shape_b[1] or update != expected:
+    module, plain, flipped = name.removesuffix(".weight"), (shape_b[0], shape_a[1]), (shape_a[1], shape_b[0])
+    if module in layers:
+        record.scaling, record.transposed = layers[module].scaling, layers[module].transposed
+    else:
+        record.scaling = config_scaling(config, module, rank=shape_a[0])
+        # Where the shape does not tell, the kind of model does.
+        is_conv1d = base.config.get("model_type") in _CONV1D_MODELS and name != OUTPUT_HEAD
+        record.transposed |= flipped == expected and (plain != expected or is_conv1d)
+    if shape_a[0] != shape_b[1] or expected != (flipped if record.transposed else plain):
         raise IncompatibleAgentError(
             f"the factors of {name!r} have shapes {list(shape_b)} and {list(shape_a)}, the base has {list(expected)}"
         )

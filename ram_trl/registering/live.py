@@ -6,7 +6,6 @@ the way, all learn of it before the next parameter.
 
 import contextlib
 import logging
-import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,14 +17,15 @@ from peft import PeftModel
 from torch import nn
 
 from ..distributed import World, is_sharded
-from ..errors import ConfigError, IncompatibleAgentError, StorageError
+from ..errors import IncompatibleAgentError, StorageError
+from ..progress import Progress
 from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
-from ..storage.registry import AgentRegistry, RegisteredAgent, check_agent_name
+from ..storage.registry import AgentRegistry, RegisteredAgent
 from .adapter import check_adapter_config, map_adapter
 from .live_model import (
+    adapter_layers,
     adapter_name,
-    adapter_scaling,
     adapter_shapes,
     base_name,
     base_tensors,
@@ -84,10 +84,15 @@ class LiveRegistration:
         Raises:
             RamTrlError: on all ranks.
         """
-        world.run(lambda: self._check(unwrap(model), world))
+        world.run(lambda: self._check(model, world))
 
     def register(
-        self, model: nn.Module, world: World, executed_in: torch.dtype | None, training: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        world: World,
+        executed_in: torch.dtype | None,
+        training: Mapping[str, Any],
+        progress: Progress | None = None,
     ) -> RegisteredAgent | None:
         """Take the snapshot and commit it. All ranks call it.
 
@@ -100,6 +105,8 @@ class LiveRegistration:
                 Dtype that the run computed in, if it was not that of its parameters.
             training (`Mapping`):
                 Where the agent comes from.
+            progress (`Callable`, *optional*):
+                Called on rank 0 with what is being done, how much is done and how much there is.
 
         Returns:
             [`RegisteredAgent`]: on rank 0 the new version, `None` elsewhere.
@@ -112,10 +119,9 @@ class LiveRegistration:
             base = world.run(lambda: self._open_base(model) if world.is_main else None)
             staged = world.run(lambda: stack.enter_context(self.registry.stage(self.agent)) if world.is_main else None)
             if isinstance(model, PeftModel):
-                manifest = _snapshot_adapter(model, base, staged, world)
+                manifest = _snapshot_adapter(model, base, staged, world, progress)
             else:
-                dtype = SNAPSHOT_DTYPES[self.snapshot_dtype]
-                manifest = _snapshot_full(model, base, staged, world, dtype, self.epsilon, executed_in)
+                manifest = self._snapshot_full(model, base, staged, world, executed_in, progress)
 
             def commit() -> RegisteredAgent:
                 manifest.agent, manifest.training = self.agent, dict(training)
@@ -127,12 +133,8 @@ class LiveRegistration:
         return Checkpoint.open(self.base_model or base_name(model), self.revision)
 
     def _check(self, model: nn.Module, world: World) -> None:
-        check_agent_name(self.agent)
-        if self.snapshot_dtype not in SNAPSHOT_DTYPES:
-            raise ConfigError(f"snapshot_dtype={self.snapshot_dtype!r} is not one of {', '.join(SNAPSHOT_DTYPES)}")
-        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
-            raise ConfigError(f"epsilon={self.epsilon} must be a finite number of at least 0")
         check_backend(model)
+        model = unwrap(model)
         base = self._open_base(model)
         self.base_dtypes = {info.dtype for info in base.tensors.values()}
         if isinstance(model, PeftModel):
@@ -140,7 +142,7 @@ class LiveRegistration:
             config = model.peft_config[adapter].to_dict()
             check_adapter_config(config)
             check_trained(model, adapter)
-            map_adapter(adapter_shapes(model, adapter), config, adapter_scaling(model, adapter), base)
+            map_adapter(adapter_shapes(model, adapter), config, base, adapter_layers(model, adapter))
         else:
             check_tensors(full_shapes(model), base)
             if has_trained_head(model) and (OUTPUT_HEAD in base.tied or OUTPUT_HEAD not in base.tensors):
@@ -151,6 +153,47 @@ class LiveRegistration:
         if world.is_main:
             self.registry.check_writable()
             self._check_space(model, base)
+
+    def _snapshot_full(
+        self,
+        model: nn.Module,
+        base: Checkpoint | None,
+        staged: Path | None,
+        world: World,
+        executed_in: torch.dtype | None,
+        progress: Progress | None,
+    ) -> Manifest | None:
+        dtype = SNAPSHOT_DTYPES[self.snapshot_dtype]
+        if self.snapshot_dtype == "auto" and executed_in in self.base_dtypes:
+            dtype = executed_in
+        with contextlib.ExitStack() as stack:
+
+            def start() -> FullSnapshot:
+                return stack.enter_context(FullSnapshot(staged, base, dtype, self.epsilon))
+
+            snapshot = world.run(lambda: start() if world.is_main else None)
+            error, done, total = None, 0, sum(held.numel() for _, held in named_tensors(model))
+            for name, held in named_tensors(model):
+                if world.is_main or is_sharded(held):
+                    try:
+                        with base_tensors(model, name, held) as tensors:
+                            for key, tensor in tensors.items() if world.is_main else ():
+                                snapshot.add(AgentTensor.of(key, tensor))
+                    except Exception as caught:
+                        error = caught
+                # Tensor by tensor together: no rank waits so long that its backend gives up, all stop at a failure.
+                if any(world.gather(error is not None)):
+                    break
+                done += held.numel()
+                if world.is_main and progress:
+                    progress(f"registering {self.agent}", done, total)
+            world.agree(error)
+
+            def finish() -> Manifest:
+                records, record = snapshot.finish()
+                return build_manifest("full", base, records, record)
+
+            return world.run(lambda: finish() if world.is_main else None)
 
     def _check_space(self, model: nn.Module, base: Checkpoint) -> None:
         if isinstance(model, PeftModel):
@@ -165,49 +208,20 @@ class LiveRegistration:
             )
 
 
-def _snapshot_full(
-    model: nn.Module,
-    base: Checkpoint | None,
-    staged: Path | None,
-    world: World,
-    dtype: torch.dtype | None,
-    epsilon: float,
-    executed_in: torch.dtype | None,
+def _snapshot_adapter(
+    model: PeftModel, base: Checkpoint | None, staged: Path | None, world: World, progress: Progress | None
 ) -> Manifest | None:
-    snapshot = world.run(lambda: FullSnapshot(staged, base, dtype, epsilon, executed_in) if world.is_main else None)
-    error = None
-    for name, held in named_tensors(model):
-        if world.is_main or is_sharded(held):
-            with base_tensors(model, name, held) as tensors:
-                try:
-                    for key, tensor in tensors.items() if world.is_main else ():
-                        snapshot.add(AgentTensor.of(key, tensor))
-                except Exception as caught:
-                    error = caught
-        # Tensor by tensor together: no rank waits so long that its backend gives up, and all stop at a failure.
-        if any(world.gather(error is not None)):
-            break
-    world.agree(error)
-
-    def finish() -> Manifest:
-        records, record = snapshot.finish()
-        return build_manifest("full", base, records, record)
-
-    return world.run(lambda: finish() if world.is_main else None)
-
-
-def _snapshot_adapter(model: PeftModel, base: Checkpoint | None, staged: Path | None, world: World) -> Manifest | None:
-    adapter = adapter_name(model)
-    check_trained(model, adapter)
-    state = gather_adapter(model, adapter)
+    adapter = world.run(lambda: adapter_name(model))
+    world.run(lambda: check_trained(model, adapter))
+    state = world.run(lambda: gather_adapter(model, adapter, keep=world.is_main))
     config = model.peft_config[adapter]
 
     def write() -> Manifest:
         for name, tensor in state.items():
             check_finite(name, tensor)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        lora = map_adapter(shapes, config.to_dict(), adapter_scaling(model, adapter), base)
+        lora = map_adapter(shapes, config.to_dict(), base, adapter_layers(model, adapter))
         save_adapter(staged, config, state, base.name)
-        return write_lora_records(staged, base, lora, next(iter(state.values())).dtype)
+        return write_lora_records(staged, base, lora, next(iter(state.values())).dtype, progress)
 
     return world.run(lambda: write() if world.is_main else None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Embedding, Linear, LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -19,12 +19,12 @@ from ..distributed import full_parameter, is_sharded
 from ..errors import UnsupportedModelError
 from ..storage.checkpoint import OUTPUT_HEAD
 from ..storage.registry import ADAPTER
-from .adapter import PREFIX
+from .adapter import PREFIX, AdapterLayer
 
 
 __all__ = [
+    "adapter_layers",
     "adapter_name",
-    "adapter_scaling",
     "adapter_shapes",
     "base_name",
     "base_tensors",
@@ -38,9 +38,7 @@ __all__ = [
     "unwrap",
 ]
 
-_WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-# TRL's name of the frozen reference policy beside a trained adapter.
-_REFERENCE = "ref"
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def check_backend(model: nn.Module) -> None:
@@ -99,12 +97,12 @@ def has_trained_head(model: nn.Module) -> bool:
 
 
 def adapter_name(model: PeftModel) -> str:
-    """The adapter that is trained.
+    """The adapter that is trained. (TRL's frozen reference policy "ref" is not active.)
 
     Raises:
         UnsupportedModelError: if several are.
     """
-    names = [name for name in model.active_adapters if name != _REFERENCE]
+    names = model.active_adapters
     if len(names) != 1:
         raise UnsupportedModelError(f"one active adapter is supported, this model has {len(names)}: {names}")
     return names[0]
@@ -116,10 +114,9 @@ def check_trained(model: PeftModel, adapter: str) -> None:
     Raises:
         UnsupportedModelError: naming the first such parameter.
     """
-    saved = set(_adapter_state(model, adapter, _on_meta))
+    saved = {id(held) for held in _adapter_state(model, adapter, lambda held: held).values()}
     for name, parameter in model.named_parameters():
-        plain = _strip_wrappers(name).replace(f".{adapter}", "").replace(".modules_to_save", "")
-        if parameter.requires_grad and not {plain, plain.replace(".base_layer", "")} & saved:
+        if parameter.requires_grad and id(parameter) not in saved:
             raise UnsupportedModelError(
                 f"parameter {name!r} is trained but is no part of the adapter: add its module to modules_to_save"
             )
@@ -130,21 +127,34 @@ def adapter_shapes(model: PeftModel, adapter: str) -> dict[str, tuple[int, ...]]
     return {name: tuple(tensor.shape) for name, tensor in _adapter_state(model, adapter, _on_meta).items()}
 
 
-def adapter_scaling(model: PeftModel, adapter: str) -> dict[str, float]:
-    """Scaling of every LoRA layer as it is now, by the base's module names."""
+def adapter_layers(model: PeftModel, adapter: str) -> dict[str, AdapterLayer]:
+    """What PEFT's layers hold about an adapter now, by the base's module names."""
     return {
-        _strip_wrappers(name).removeprefix(PREFIX): float(module.scaling[adapter])
+        _strip_wrappers(name).removeprefix(PREFIX): AdapterLayer(
+            scaling=float(module.scaling[adapter]),
+            # PEFT's configuration holds this of the last layer only
+            transposed=isinstance(module, Embedding) or (isinstance(module, Linear) and module.fan_in_fan_out),
+        )
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer) and adapter in module.scaling
     }
 
 
-def gather_adapter(model: PeftModel, adapter: str) -> dict[str, Tensor]:
-    """The tensors that PEFT would save, whole, on the CPU. All ranks call it alike."""
+def gather_adapter(model: PeftModel, adapter: str, keep: bool) -> dict[str, Tensor]:
+    """The tensors that PEFT would save, whole. All ranks call it alike.
+
+    Args:
+        model (`PeftModel`):
+            The model.
+        adapter (`str`):
+            Name of the adapter.
+        keep (`bool`):
+            Whether this rank wants them, on the CPU; else it only helps to gather.
+    """
 
     def whole(held: Tensor) -> Tensor:
         with full_parameter(held) as tensor:
-            return tensor.cpu().clone().contiguous()
+            return tensor.cpu().clone().contiguous() if keep else _on_meta(held)
 
     return _adapter_state(model, adapter, whole)
 
@@ -170,6 +180,7 @@ def _adapter_state(model: PeftModel, adapter: str, take: Callable[[Tensor], Tens
 
 def _strip_wrappers(name: str) -> str:
     """Name of a parameter without what data parallelism, checkpointing and torch.compile put into it."""
+    name = name.removeprefix("module.")
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
     return name

@@ -14,20 +14,29 @@ from ..progress import Progress
 from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint, is_adapter
 from ..storage.durable import explain_os_errors, read_json
 from ..storage.manifest import BaseRecord, LoraRecord, Manifest, SnapshotRecord, TensorRecord
-from ..storage.registry import ADAPTER, ADAPTER_MAP, TENSORS, AgentRegistry, RegisteredAgent, write_records
+from ..storage.registry import (
+    ADAPTER,
+    ADAPTER_MAP,
+    TENSORS,
+    AgentRegistry,
+    RegisteredAgent,
+    check_agent_name,
+    write_records,
+)
+from ..storage.tensor_file import TensorInfo
 from ..version import __version__
 from .adapter import map_adapter
 from .snapshot import AgentTensor, FullSnapshot, base_records, check_finite, total_parameters
 
 
-__all__ = ["SNAPSHOT_DTYPES", "build_manifest", "register_agent", "write_lora_records"]
+__all__ = ["SNAPSHOT_DTYPES", "build_manifest", "check_options", "register_agent", "write_lora_records"]
 
-# What `snapshot_dtype` can say. "auto" keeps an agent's own dtype; the callback knows more, see there.
+# What `snapshot_dtype` can say.
 SNAPSHOT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def register_agent(
-    registry: AgentRegistry,
+    registry: AgentRegistry | str,
     agent: str,
     model: str,
     *,
@@ -41,7 +50,7 @@ def register_agent(
     """Put an agent that is on disk into the registry.
 
     Args:
-        registry ([`AgentRegistry`]):
+        registry ([`AgentRegistry`] or `str`):
             The registry.
         agent (`str`):
             Name to register under.
@@ -52,7 +61,8 @@ def register_agent(
         revision (`str`, *optional*):
             Revision of the base model on the Hub.
         snapshot_dtype (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` stores the agent's own dtype, `"float32"`, `"bfloat16"` and `"float16"` round it first.
+            `"auto"` stores the agent's own dtype. `"bfloat16"` and `"float16"` round it where the base has that dtype,
+            as autocast does. `"float32"` stores float32.
         epsilon (`float`, *optional*, defaults to `1e-5`):
             Where values are stored in float32, changes of at most this size are not stored.
         training (`Mapping`, *optional*):
@@ -63,10 +73,7 @@ def register_agent(
     Returns:
         [`RegisteredAgent`]: the new version, durable when this returns.
     """
-    if snapshot_dtype not in SNAPSHOT_DTYPES:
-        raise ConfigError(f"snapshot_dtype={snapshot_dtype!r} is not one of {', '.join(SNAPSHOT_DTYPES)}")
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ConfigError(f"epsilon={epsilon} must be a finite number of at least 0")
+    check_options(agent, snapshot_dtype, epsilon)
     # Refuse what can be refused before anything is created.
     trained = Checkpoint.open(model)
     adapter = is_adapter(trained.path)
@@ -75,13 +82,28 @@ def register_agent(
     if base_model is None:
         raise BaseModelError("no base model was named: pass --base_model (a directory or a Hub id)")
     base = Checkpoint.open(base_model, revision)
+    registry = AgentRegistry(registry)
     with registry.stage(agent) as staged:
         if adapter:
-            manifest = _copy_adapter(staged, trained, base)
+            manifest = _copy_adapter(staged, trained, base, progress)
         else:
             manifest = _write_deltas(staged, trained, base, SNAPSHOT_DTYPES[snapshot_dtype], epsilon, progress)
         manifest.agent, manifest.training = agent, {"model": trained.name, **(training or {})}
         return registry.commit(staged, manifest)
+
+
+def check_options(agent: str, snapshot_dtype: str, epsilon: float) -> None:
+    """Refuse options that no registration can use.
+
+    Raises:
+        InvalidNameError: if the name of the agent is not one.
+        ConfigError: if the dtype is unknown or epsilon is not a finite number of at least 0.
+    """
+    check_agent_name(agent)
+    if snapshot_dtype not in SNAPSHOT_DTYPES:
+        raise ConfigError(f"snapshot_dtype={snapshot_dtype!r} is not one of {', '.join(SNAPSHOT_DTYPES)}")
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise ConfigError(f"epsilon={epsilon} must be a finite number of at least 0")
 
 
 def build_manifest(
@@ -103,24 +125,32 @@ def build_manifest(
     )
 
 
-def write_lora_records(staged: Path, base: Checkpoint, lora: dict[str, LoraRecord], dtype: torch.dtype) -> Manifest:
+def write_lora_records(
+    staged: Path, base: Checkpoint, lora: dict[str, LoraRecord], dtype: torch.dtype, progress: Progress | None
+) -> Manifest:
     """Write what is recorded beside an adapter's own two files."""
-    records = base_records(base)
+    records: dict[str, TensorRecord] = {}
+    done, total = 0, sum(info.nbytes for info in base.tensors.values())
+    for info in base.tensors.values():
+        records.update(base_records(base, [info.name]))
+        done += info.nbytes
+        if progress:
+            progress("reading the base", done, total)
     write_records(staged / TENSORS, records)
     write_records(staged / ADAPTER_MAP, lora)
     return build_manifest("lora", base, records, SnapshotRecord(dtype=str(dtype).removeprefix("torch.")))
 
 
-def _copy_adapter(staged: Path, trained: Checkpoint, base: Checkpoint) -> Manifest:
+def _copy_adapter(staged: Path, trained: Checkpoint, base: Checkpoint, progress: Progress | None) -> Manifest:
     config = read_json(trained.path / ADAPTER_CONFIG)
     shapes = {name: info.shape for name, info in trained.tensors.items()}
-    lora = map_adapter(shapes, config, {}, base)
+    lora = map_adapter(shapes, config, base)
     for name in trained.tensors:
         check_finite(name, trained.read(name))
     with explain_os_errors(f"copying the adapter to {staged}"):
         for name in (ADAPTER, ADAPTER_CONFIG):
             shutil.copyfile(trained.path / name, staged / name)
-    return write_lora_records(staged, base, lora, next(iter(trained.tensors.values())).dtype)
+    return write_lora_records(staged, base, lora, next(iter(trained.tensors.values())).dtype, progress)
 
 
 def _write_deltas(
@@ -133,12 +163,16 @@ def _write_deltas(
 ) -> Manifest:
     if not set(trained.tensors) & set(base.tensors):
         raise IncompatibleAgentError(f"{trained.name} has no tensor in common with the base {base.name}")
-    snapshot = FullSnapshot(staged, base, dtype, epsilon)
     done, total = 0, sum(info.nbytes for info in trained.tensors.values())
-    for info in trained.tensors.values():
-        snapshot.add(AgentTensor(info.name, info.shape, lambda start, stop, n=info.name: trained.read(n, start, stop)))
-        done += info.nbytes
-        if progress:
-            progress("snapshot", done, total)
-    records, record = snapshot.finish()
+    with FullSnapshot(staged, base, dtype, epsilon) as snapshot:
+        for info in trained.tensors.values():
+            snapshot.add(_tensor_of(trained, info))
+            done += info.nbytes
+            if progress:
+                progress("snapshot", done, total)
+        records, record = snapshot.finish()
     return build_manifest("full", base, records, record)
+
+
+def _tensor_of(trained: Checkpoint, info: TensorInfo) -> AgentTensor:
+    return AgentTensor(info.name, info.dtype, info.shape, lambda start, stop: trained.read(info.name, start, stop))

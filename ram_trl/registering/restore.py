@@ -21,7 +21,7 @@ __all__ = ["restore_agent"]
 
 
 def restore_agent(
-    registry: AgentRegistry,
+    registry: AgentRegistry | str,
     agent: str,
     output_dir: str,
     *,
@@ -32,7 +32,7 @@ def restore_agent(
     """Write an agent as a model directory that transformers and vLLM load.
 
     Args:
-        registry ([`AgentRegistry`]):
+        registry ([`AgentRegistry`] or `str`):
             The registry.
         agent (`str`):
             `"math"` (its latest version) or `"math@v2"`.
@@ -51,7 +51,7 @@ def restore_agent(
     Raises:
         CorruptedFileError: if what comes out is not what was registered.
     """
-    registered = registry.get(agent)
+    registered = AgentRegistry(registry).get(agent)
     shard_bytes = parse_size(max_shard_size)
     with output_dir_stage(Path(output_dir)) as staged:
         registered.verify()

@@ -14,11 +14,11 @@ from blake3 import blake3
 from torch import Tensor
 
 from ..arithmetic.codec import codec_dtype, encode_frame
-from ..errors import IncompatibleAgentError, NonFiniteError, UnsupportedModelError
+from ..errors import ConfigError, IncompatibleAgentError, NonFiniteError, UnsupportedModelError
 from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import SnapshotRecord, TensorRecord
 from ..storage.registry import DELTA, TENSORS, write_records
-from ..storage.tensor_file import DTYPE_NAMES, StreamWriter, tensor_bytes
+from ..storage.tensor_file import DTYPE_NAMES, DTYPES, StreamWriter, tensor_bytes
 from ..task_vector import CODES, FRAMES, TILE_NUMEL
 
 
@@ -37,6 +37,8 @@ class AgentTensor:
     Args:
         name (`str`):
             Name.
+        dtype (`torch.dtype`):
+            Dtype.
         shape (`tuple[int, ...]`):
             Shape.
         read (`Callable[[int, int], Tensor]`):
@@ -44,6 +46,7 @@ class AgentTensor:
     """
 
     name: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
 
@@ -51,7 +54,7 @@ class AgentTensor:
     def of(cls, name: str, tensor: Tensor) -> "AgentTensor":
         """From a whole tensor in memory."""
         flat = tensor.detach().cpu().reshape(-1)
-        return cls(name, tuple(tensor.shape), lambda start, stop: flat[start:stop])
+        return cls(name, tensor.dtype, tuple(tensor.shape), lambda start, stop: flat[start:stop])
 
 
 class FullSnapshot:
@@ -63,25 +66,22 @@ class FullSnapshot:
         base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
             Base model.
         dtype (`torch.dtype`, *optional*):
-            Round the agent to this dtype first; if unset its own is kept.
-        executed_in (`torch.dtype`, *optional*):
-            Dtype that the run computed in (autocast). Without `dtype`, tensors of which the base has this dtype are
-            rounded to it: that is what rollouts and deployment execute.
+            A 16-bit dtype: tensors of which the base has this dtype are rounded to it, because that is what a run
+            under autocast and deployment execute. float32: all are stored in it. If unset, each is stored in its own.
         epsilon (`float`, *optional*, defaults to `1e-5`):
             Where values are stored in float32, changes of at most this size are not stored. 16-bit values over a base
             of the same dtype are always stored bit for bit.
+
+    Raises:
+        ConfigError: if no tensor of the base has the 16-bit dtype.
     """
 
-    def __init__(
-        self,
-        staged: Path,
-        base: Checkpoint,
-        dtype: torch.dtype | None = None,
-        epsilon: float = 1e-5,
-        executed_in: torch.dtype | None = None,
-    ):
-        self._staged, self._base = staged, base
-        self._dtype, self._executed_in, self._epsilon = dtype, executed_in, epsilon
+    def __init__(self, staged: Path, base: Checkpoint, dtype: torch.dtype | None = None, epsilon: float = 1e-5):
+        if dtype not in (None, torch.float32) and dtype not in {info.dtype for info in base.tensors.values()}:
+            raise ConfigError(
+                f"snapshot_dtype is {dtype}, but no tensor of the base {base.name} is: use auto or float32"
+            )
+        self._staged, self._base, self._dtype, self._epsilon = staged, base, dtype, epsilon
         names = [prefix + name for name in base.tensors for prefix in (CODES, FRAMES)]
         self._writer = StreamWriter(staged / DELTA, names, {"format": "ram_trl.delta"})
         self._records: dict[str, TensorRecord] = {}
@@ -91,6 +91,12 @@ class FullSnapshot:
         self._changed = self._changed_by_training = 0
         self._update = self._rounding = 0.0
         self._is_rounded = self._is_cut = False
+
+    def __enter__(self) -> "FullSnapshot":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._writer.abort()
 
     def add(self, tensor: AgentTensor) -> None:
         """Compare one tensor with the base and write what changed.
@@ -108,6 +114,10 @@ class FullSnapshot:
         info = self._base.tensors[tensor.name]
         if info.name in self._base.tied:
             self._extra_digests[info.name] = _digest(tensor)
+        elif codec_dtype(info.dtype, tensor.dtype) is None and tensor.dtype != info.dtype:
+            raise UnsupportedModelError(
+                f"tensor {info.name!r} of the agent is {tensor.dtype}: save the agent in bfloat16, float16 or float32"
+            )
         elif codec_dtype(info.dtype, info.dtype) is None:
             self._records.update(base_records(self._base, [info.name]))
             if _digest(tensor) != self._records[info.name].base:
@@ -177,10 +187,9 @@ class FullSnapshot:
     def _stored(self, name: str, base: Tensor, trained: Tensor) -> Tensor:
         """The tile as it is kept: rounded, or without changes of at most epsilon, if that was asked for."""
         check_finite(name, trained)
-        executed_in = self._executed_in if base.dtype == self._executed_in else trained.dtype
-        rounded = trained.to(self._dtype or executed_in)
+        rounded = trained.to(self._dtype) if self._dtype in (base.dtype, torch.float32) else trained
         stored = rounded.to(codec_dtype(base.dtype, rounded.dtype))
-        if rounded.dtype != trained.dtype:
+        if rounded.dtype.itemsize < trained.dtype.itemsize:
             update = trained.double() - base.double()
             self._is_rounded = True
             self._changed_by_training += int(torch.count_nonzero(update))
@@ -193,10 +202,10 @@ class FullSnapshot:
         return stored
 
 
-def base_records(base: Checkpoint, names: Iterable[str] | None = None) -> dict[str, TensorRecord]:
-    """Records of the base's tensors (all of them, or those named), read and digested now."""
+def base_records(base: Checkpoint, names: Iterable[str]) -> dict[str, TensorRecord]:
+    """Records of some of the base's tensors, read and digested now."""
     records = {}
-    for name in base.tensors if names is None else names:
+    for name in names:
         info = base.tensors[name]
         records[name] = TensorRecord(
             dtype=DTYPE_NAMES[info.dtype],
@@ -208,8 +217,12 @@ def base_records(base: Checkpoint, names: Iterable[str] | None = None) -> dict[s
 
 
 def total_parameters(records: dict[str, TensorRecord]) -> int:
-    """Number of floating-point parameters, tied ones once."""
-    return sum(record.numel for record in records.values() if record.tied_to is None and "F" in record.dtype)
+    """Number of parameters that can be merged (bfloat16, float16, float32), tied ones once."""
+    return sum(
+        record.numel
+        for record in records.values()
+        if record.tied_to is None and codec_dtype(DTYPES[record.dtype], torch.float32) is not None
+    )
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

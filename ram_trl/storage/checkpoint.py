@@ -19,7 +19,7 @@ __all__ = ["Checkpoint", "CheckpointWriter", "copy_model_files", "is_adapter", "
 
 # The only tensor that transformers' decoder models tie.
 OUTPUT_HEAD = "lm_head.weight"
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -27,6 +27,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "additional_chat_templates/*", "LICENSE*", "NOTICE*")
 _NOT_MODEL_FILES = (ADAPTER_CONFIG, INDEX, "trainer_state.json", "merge_report.json", "all_results.json")
 _DOWNLOADED = ("*.safetensors", *_MODEL_FILES)
+# Second copies of the weights in other layouts.
+_NOT_DOWNLOADED = ("original/*", "consolidated*")
 _SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -68,7 +70,7 @@ class Checkpoint:
             raise BaseModelError("no model was named: pass base_model=... (a directory or a Hub id)")
         path = Path(name)
         if path.is_dir():
-            return cls(path, name=str(path.resolve()), revision=revision)
+            return cls(path, name=str(path.resolve()))
         if path.exists():
             raise BaseModelError(f"{name} is a file: pass the model's directory or a Hub id")
         path = Path(_download(name, revision))
@@ -82,9 +84,6 @@ class Checkpoint:
     def digest(self, name: str) -> str:
         """BLAKE3 of a tensor's bytes, hexadecimal."""
         return self._file_of[name].digest(name)
-
-    def file_of(self, name: str) -> TensorFile:
-        return self._file_of[name]
 
     @property
     def ties_embeddings(self) -> bool:
@@ -105,20 +104,19 @@ class Checkpoint:
         return {}
 
     def _weight_files(self) -> list[str]:
+        # In transformers' order: a single file wins over the index of shards that were there before it.
+        single = ADAPTER_WEIGHTS if is_adapter(self.path) else SINGLE
+        if (self.path / single).exists():
+            return [single]
         if (self.path / INDEX).exists():
-            index = read_json(self.path / INDEX)
-            weight_map = index.get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            weight_map = read_json(self.path / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
                 raise CorruptedFileError(f"{self.path / INDEX} has no usable weight_map")
             names = sorted(set(weight_map.values()))
             for name in names:
                 if os.path.basename(name) != name or not name.endswith(".safetensors"):
                     raise CorruptedFileError(f"{self.path / INDEX} names {name!r}, which is not a file beside it")
             return names
-        names = [SINGLE, "adapter_model.safetensors"]
-        found = [name for name in names if (self.path / name).exists()]
-        if found:
-            return found[:1]
         pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLES)
         if pickles:
             raise UnsupportedModelError(
@@ -164,7 +162,8 @@ class CheckpointWriter:
         """Open the files that some process created."""
         for number, infos in enumerate(self._shards):
             position = len(build_header(infos, {"format": "pt"}))
-            self._descriptors[number] = os.open(self.path / self._name(number), os.O_RDWR | os.O_CLOEXEC)
+            with explain_os_errors(f"opening the output (all processes need the same file system) {self.path}"):
+                self._descriptors[number] = os.open(self.path / self._name(number), os.O_RDWR | os.O_CLOEXEC)
             for info in infos:
                 self._place[info.name] = (number, position)
                 position += info.nbytes
@@ -244,10 +243,12 @@ def _download(name: str, revision: str | None) -> str:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=list(_DOWNLOADED))
+        return snapshot_download(
+            name, revision=revision, allow_patterns=list(_DOWNLOADED), ignore_patterns=list(_NOT_DOWNLOADED)
+        )
     except HFValidationError as error:
         raise BaseModelError(f"{name} is neither a directory nor a Hub id") from error
     except Exception as error:
         # The client raises errors of several libraries; what the user needs is the name and the reason.
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise BaseModelError(f"{name} is not a directory and could not be had from the Hub: {reason}") from error

@@ -136,6 +136,9 @@ def check_output_dir(path: Path) -> None:
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise OutputExistsError(f"{path} exists and is not an empty directory: choose another --output_dir")
+    # The finished directory takes its name by a rename, which can replace neither a link nor a mount.
+    if path.is_symlink() or os.path.ismount(path):
+        raise OutputExistsError(f"{path} is a link or a mount point: choose a directory inside of it as --output_dir")
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -1,6 +1,7 @@
 """What is written down about a registered agent: `manifest.json` and `tensors.json` (docs/FORMAT.md)."""
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,7 +167,9 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """As it is written, with a digest over itself."""
+        content = dataclasses.asdict(self)
+        return {**content, "digest": _digest(content)}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any], where: str) -> "Manifest":
@@ -179,8 +182,9 @@ class Manifest:
                 f"{where} has format version {version}, this ram_trl reads up to {FORMAT_VERSION}: "
                 "pip install --upgrade ram_trl"
             )
-        if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(content)):
-            raise CorruptedFileError(f"{where} is not a manifest: it lacks {', '.join(missing)}")
+        content = dict(content)
+        if content.pop("digest", None) != _digest(content):
+            raise CorruptedFileError(f"{where} is not what was registered: its digest differs")
         try:
             return cls(
                 **{
@@ -192,3 +196,8 @@ class Manifest:
             )
         except (TypeError, KeyError, AttributeError) as error:
             raise CorruptedFileError(f"{where} is not a manifest: {error}") from error
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """BLAKE3 over the fields as JSON, sorted by name."""
+    return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

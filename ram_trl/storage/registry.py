@@ -129,8 +129,8 @@ class AgentRegistry:
     """Agents on disk.
 
     Args:
-        path (`str` or `os.PathLike`):
-            Directory of the registry. It is created by the first registration.
+        path (`str`, `os.PathLike` or [`AgentRegistry`]):
+            Directory of the registry, created by the first registration; or a registry, to have it again.
 
     Example:
 
@@ -141,8 +141,8 @@ class AgentRegistry:
     ```
     """
 
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+    def __init__(self, path: "str | os.PathLike | AgentRegistry"):
+        self.path = path.path if isinstance(path, AgentRegistry) else Path(path)
 
     def __iter__(self) -> Iterator[RegisteredAgent]:
         """The latest version of every agent, by name."""

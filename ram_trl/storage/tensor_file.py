@@ -301,4 +301,6 @@ def _parse_entry(name: str, entry: dict) -> tuple[TensorInfo, tuple[int, int]]:
         raise ValueError(f"tensor {name!r} has a shape or an offset that is not a natural number")
     if math.prod(size or 1 for size in shape) > _MAX_SIZE:
         raise ValueError(f"tensor {name!r} has a shape that is too large")
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"tensor {name!r} is of dtype {entry['dtype']!r}, which is not supported")
     return TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape)), (begin, end)
