@@ -25,7 +25,11 @@ def cli(capsys):
         except SystemExit as stop:
             code = stop.code
         printed = capsys.readouterr()
-        lines = [line for line in re.split(r"[\r\n]", printed.err) if not re.match(r"(snapshot|restore): +\d+%", line)]
+        lines = [
+            line
+            for line in re.split(r"[\r\n]", printed.err)
+            if not re.match(r"(snapshot|restore|reading the base): +\d+%", line)
+        ]
         return code, printed.out, "\n".join(line for line in lines if line.strip())
 
     return run

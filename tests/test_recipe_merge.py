@@ -42,7 +42,7 @@ def weights_of(folder):
 def error_lines(stderr):
     """What is on stderr besides progress bars."""
     lines = [line.strip() for line in re.split(r"[\r\n]", stderr)]
-    return [line for line in lines if line and not re.match(r"(probe|merge): +\d+%\|", line)]
+    return [line for line in lines if line and not re.match(r"(check|probe|merge): +\d+%\|", line)]
 
 
 @pytest.fixture(scope="module")

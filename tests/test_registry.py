@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import save_file
 
 from ram_trl.errors import (
@@ -437,8 +438,19 @@ def manifest_of(agent):
 
 
 def edit(agent, drop=(), /, **changes):
-    content = {key: value for key, value in {**manifest_of(agent), **changes}.items() if key not in drop}
+    """Change fields of a manifest, with a digest to match."""
+    content = {key: value for key, value in {**manifest_of(agent), **changes}.items() if key not in ("digest", *drop)}
+    if "digest" not in drop:
+        content["digest"] = blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     (agent.path / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("change", [{"agent": "code"}, {"kind": "lora"}, {"training": {}}, {"digest": "00"}])
+def test_manifest_that_was_changed_by_hand_is_refused(registry, change):
+    agent = register(registry)
+    (agent.path / "manifest.json").write_text(json.dumps({**manifest_of(agent), **change}))
+    with pytest.raises(CorruptedFileError, match="its digest differs"):
+        registry.get("math")
 
 
 def test_newer_format_is_refused_with_the_cure(registry):

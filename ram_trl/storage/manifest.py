@@ -185,6 +185,8 @@ class Manifest:
         content = dict(content)
         if content.pop("digest", None) != _digest(content):
             raise CorruptedFileError(f"{where} is not what was registered: its digest differs")
+        if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(content)):
+            raise CorruptedFileError(f"{where} is not a manifest: it lacks {', '.join(missing)}")
         try:
             return cls(
                 **{
