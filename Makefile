@@ -24,6 +24,7 @@ clean:
 
 # torch first and alone: its pinned wheel decides which of torch's own dependencies are installed at all
 $(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): about a minute, more where torch must be fetched first"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --progress-bar off --constraint constraints.txt torch
 	$(RUN) -m pip install --quiet --progress-bar off --constraint constraints.txt --editable ".[quickstart,test]"
