@@ -105,7 +105,10 @@ class RegistryConfig:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all others."""
+    """A parser whose errors are one line, like all others, and that takes no option for another (--agent, --agents)."""
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments, allow_abbrev=False)
 
     def error(self, message: str):
         raise ConfigError(f"{message} (see {self.prog} --help)")

@@ -27,6 +27,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .:=+-"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}={% endfor %}"
 
 _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 # The wide ones have embeddings longer than one tile of 2**18 elements; 48 columns do not divide a tile.
 CONFIGS = {
     "qwen2_tied": lambda: Qwen2Config(
@@ -55,7 +56,8 @@ CONFIGS = {
         tie_word_embeddings=False,
         **_SMALL,
     ),
-    "gpt2": lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "gpt2": lambda: GPT2Config(**_GPT2),
+    "gpt2_untied": lambda: GPT2Config(tie_word_embeddings=False, **_GPT2),
 }
 
 _ADAPTER = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}

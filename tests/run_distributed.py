@@ -3,25 +3,30 @@
 torchrun --nproc_per_node 2 run_distributed.py SCENARIO FOLDER BASE...
 """
 
+import functools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM
 
 from ram_trl import AgentRegistry
 from ram_trl.distributed import World
 from ram_trl.errors import AgentNotFoundError, StorageError
+from ram_trl.registering import live_model
 from ram_trl.registering.live import LiveRegistration
 
 
@@ -75,8 +80,8 @@ def trained_model(base: str) -> nn.Module:
     return model
 
 
-def register(folder: Path, agent: str, base: str, model: nn.Module, world: World) -> str | None:
-    live = LiveRegistration(
+def registration(folder: Path, agent: str, base: str) -> LiveRegistration:
+    return LiveRegistration(
         registry=AgentRegistry(folder / "registry"),
         agent=agent,
         base_model=base,
@@ -84,9 +89,70 @@ def register(folder: Path, agent: str, base: str, model: nn.Module, world: World
         snapshot_dtype="auto",
         epsilon=1e-5,
     )
+
+
+def register(folder: Path, agent: str, base: str, model: nn.Module, world: World) -> str | None:
+    live = registration(folder, agent, base)
     live.check(model, world)
     agent = live.register(model, world, None, {})
     return None if agent is None else str(agent)
+
+
+def main_fails(folder: Path, base: str) -> dict[str, Any]:
+    """Each rank holds the whole model, as in data parallelism; looking at its third tensor fails on rank 0."""
+    # a rank that waits for the other is freed, and its test fails, long before the test's own limit
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    world, outcomes = World(dist.get_rank(), dist.get_world_size()), {}
+    full = trained_model(base)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    lora = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), config)
+
+    def faulty(function: Callable) -> Callable:
+        calls = []
+
+        def third_fails(*arguments):
+            calls.append(arguments)
+            if world.is_main and len(calls) == 3:
+                raise ZeroDivisionError("unforeseen")
+            return function(*arguments)
+
+        return third_fails
+
+    for agent, model, name in (
+        ("conversion", full, "revert_weight_conversion"),
+        ("parameter", full, "full_parameter"),
+        ("adapter", lora, "full_parameter"),
+    ):
+        live = registration(folder, agent, base)
+        live.check(model, world)
+        with mock.patch.object(live_model, name, faulty(getattr(live_model, name))):
+            outcomes[agent] = outcome(lambda live=live, model=model: live.register(model, world, None, {}))
+    # after all of these nobody is a collective ahead of the others
+    outcomes["then"] = outcome(lambda: register(folder, "then", base, full, world))
+    return outcomes
+
+
+def fsdp1(folder: Path, base: str) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    world, outcomes = World(dist.get_rank(), dist.get_world_size()), {}
+
+    def wrapped(**options) -> nn.Module:
+        model = trained_model(base)
+        layers = {type(model.model.layers[0])}
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+        if options.pop("layers", False):
+            options["auto_wrap_policy"] = policy
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+    for case, options in {
+        "NO_WRAP": {"use_orig_params": True},
+        "NO_WRAP, flat": {"use_orig_params": False},
+        "TRANSFORMER_BASED_WRAP": {"use_orig_params": True, "layers": True},
+    }.items():
+        model, live = wrapped(**options), registration(folder, "math", base)
+        outcomes[case] = outcome(lambda model=model, live=live: live.check(model, world))
+    return outcomes
 
 
 def fsdp2(folder: Path, *bases: str) -> dict[str, Any]:

@@ -22,17 +22,18 @@ GROUND = ("errors", "version")
 ARITHMETIC = (*GROUND, "arithmetic.")
 STORAGE = (*GROUND, "storage.")
 MIDDLE = (*GROUND, "arithmetic.", "storage.", "task_vector", "distributed")
-EVERYTHING_BELOW_THE_ROOF = (*MIDDLE, "progress", "registering.", "merging.", "callbacks", "config", "terminal", "cli")
+EVERYTHING_BELOW_THE_ROOF = (*MIDDLE, "progress", "threads", "registering.", "merging.", "callbacks", "config", "terminal", "cli")
 FLOORS = {
     "errors": (),
     "version": (),
     "progress": (),
+    "threads": (),
     "arithmetic.": ARITHMETIC,
     "storage.": STORAGE,
     "task_vector": (*ARITHMETIC, *STORAGE),
     "distributed": GROUND,
-    "registering.": (*MIDDLE, "progress", "registering."),
-    "merging.": (*MIDDLE, "progress", "merging."),
+    "registering.": (*MIDDLE, "progress", "threads", "registering."),
+    "merging.": (*MIDDLE, "progress", "threads", "merging."),
     "callbacks": EVERYTHING_BELOW_THE_ROOF,
     "config": EVERYTHING_BELOW_THE_ROOF,
     "terminal": EVERYTHING_BELOW_THE_ROOF,

@@ -121,6 +121,27 @@ def test_what_only_the_main_rank_can_refuse_stops_all_ranks_before_training(ddp)
     assert max(seen(ranks, "refused", "seconds")) < 10
 
 
+@pytest.fixture(scope="module")
+def main_fails(zoo: Zoo, tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("main_fails")
+    return run_ranks("main_fails", folder, zoo.base("qwen2_untied")), folder
+
+
+@pytest.mark.parametrize("case", ["conversion", "parameter", "adapter"])
+def test_an_error_in_the_main_ranks_reading_of_the_model_is_raised_on_all_within_seconds(main_fails, case):
+    ranks, _ = main_fails
+    assert seen(ranks, case, "error") == ["ZeroDivisionError", "DistributedError"]
+    assert seen(ranks, case, "message") == ["unforeseen", "ZeroDivisionError: unforeseen (rank 0)"]
+    assert max(seen(ranks, case, "seconds")) < 10
+
+
+def test_after_such_an_error_the_ranks_register_together_again_and_nothing_else_is_left(main_fails):
+    ranks, folder = main_fails
+    assert seen(ranks, "then", "result") == ["then@v1", None]
+    assert AgentRegistry(folder / "registry").names() == ["then"]
+    assert not list((folder / "registry").rglob(".tmp-*"))
+
+
 # Sharded models
 
 
@@ -154,6 +175,21 @@ def test_a_nan_in_one_shard_is_refused_on_all_ranks(fsdp2):
     assert seen(ranks, "nan", "error") == ["NonFiniteError", "NonFiniteError"]
     assert all("model.layers.0.mlp.down_proj.weight" in message for message in seen(ranks, "nan", "message"))
     assert "nan" not in AgentRegistry(folder / "registry").names()
+
+
+@pytest.mark.parametrize("case", ["NO_WRAP", "NO_WRAP, flat", "TRANSFORMER_BASED_WRAP"])
+def test_an_fsdp1_model_is_refused_with_the_cure_however_it_is_wrapped(fsdp1, case):
+    ranks, folder = fsdp1
+    assert seen(ranks, case, "error") == ["UnsupportedModelError", "UnsupportedModelError"]
+    for message in seen(ranks, case, "message"):
+        assert "FSDP1" in message and "fsdp_version: 2" in message and "ram-trl register" in message
+    assert not (folder / "registry").exists()
+
+
+@pytest.fixture(scope="module")
+def fsdp1(zoo: Zoo, tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("fsdp1")
+    return run_ranks("fsdp1", folder, zoo.base("qwen2_untied")), folder
 
 
 def test_a_zero3_model_is_registered_as_the_unsharded_one(zoo: Zoo, tmp_path):

@@ -6,10 +6,8 @@ and agents, not by the model, and the disk is busy while others compute.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +27,7 @@ from ..errors import NonFiniteError
 from ..storage.base_model import check_base_tensor
 from ..storage.checkpoint import CheckpointWriter
 from ..task_vector import TILE_NUMEL
+from ..threads import in_threads
 from .plan import MergePlan
 
 
@@ -37,8 +36,6 @@ __all__ = ["check_base", "merge_tensors", "probe_tensors"]
 # Large enough that a thread is rarely without work, small enough that the largest tensor is shared by all.
 _BLOCK_NUMEL = 16 * TILE_NUMEL
 
-Work = TypeVar("Work")
-Result = TypeVar("Result")
 # For every agent the magnitude of its unique changes as written, and in the agent.
 Magnitudes = list[tuple[float, float]]
 
@@ -72,7 +69,7 @@ def check_base(plan: MergePlan, names: Sequence[str], advance: Callable[[int], N
         for copy in plan.copies_of[name]:
             check_base_tensor(plan.base, copy.name, plan.records[copy.name])
 
-    for name, _ in _in_threads(check, names):
+    for name, _ in in_threads(check, names):
         advance(plan.base.tensors[name].nbytes)
 
 
@@ -105,7 +102,7 @@ def probe_tensors(
         return counts
 
     total = OverlapCounts.zeros(len(plan.agents))
-    for block, counts in _in_threads(count, _blocks(plan, names)):
+    for block, counts in in_threads(count, _blocks(plan, names)):
         total.add(counts)
         advance(block.nbytes)
     return total
@@ -150,7 +147,7 @@ def merge_tensors(
         return []
 
     parts: dict[str, list[Magnitudes]] = {}
-    for block, magnitudes in _in_threads(merge, _blocks(plan, names)):
+    for block, magnitudes in in_threads(merge, _blocks(plan, names)):
         if magnitudes:
             parts.setdefault(block.name, []).append(magnitudes)
         advance(block.nbytes)
@@ -228,17 +225,3 @@ def _blocks(plan: MergePlan, names: Sequence[str]) -> list[_Block]:
             stop = min(start + _BLOCK_NUMEL, info.numel)
             blocks.append(_Block(name, start, stop, (stop - start) * info.dtype.itemsize))
     return blocks
-
-
-def _in_threads(work: Callable[[Work], Result], items: Iterable[Work]) -> Iterator[tuple[Work, Result]]:
-    """Do some work on every item in as many threads as torch may use; items and results in their order.
-
-    Each thread computes with one thread of torch: tiles are small, and threads that meet after every operation wait
-    for the slowest.
-    """
-    items, threads = list(items), torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield from zip(items, pool.map(work, items), strict=True)
-    finally:
-        torch.set_num_threads(threads)

@@ -20,6 +20,7 @@ from ..storage.manifest import SnapshotRecord, TensorRecord
 from ..storage.registry import DELTA, TENSORS, write_records
 from ..storage.tensor_file import DTYPE_NAMES, DTYPES, StreamWriter, tensor_bytes
 from ..task_vector import CODES, FRAMES, TILE_NUMEL
+from ..threads import in_threads
 
 
 __all__ = ["AgentTensor", "FullSnapshot", "base_records", "check_finite", "check_tensors", "total_parameters"]
@@ -161,45 +162,73 @@ class FullSnapshot:
         base_hasher, trained_hasher, stored_hasher = blake3(), blake3(), blake3()
         ends, position = [], 0
         self._writer.begin(CODES + info.name, torch.uint8)
-        for start in range(0, info.numel, TILE_NUMEL):
-            stop = min(start + TILE_NUMEL, info.numel)
-            base, trained = self._base.read(info.name, start, stop), tensor.read(start, stop)
-            stored = self._stored(info.name, base, trained)
-            for hasher, tile in ((base_hasher, base), (trained_hasher, trained), (stored_hasher, stored)):
-                hasher.update(tensor_bytes(tile))
-            self._stored_numel[stored.dtype] = self._stored_numel.get(stored.dtype, 0) + stored.numel()
-            base = base.to(stored.dtype)
-            frame = encode_frame(base, stored)
-            self._writer.append(frame)
-            position += len(frame)
+        starts = range(0, info.numel, TILE_NUMEL)
+        for _, tile in in_threads(lambda start: self._encode(tensor, start), starts):
+            base_hasher.update(tensor_bytes(tile.base))
+            trained_hasher.update(tensor_bytes(tile.trained))
+            stored_hasher.update(tensor_bytes(tile.stored))
+            self._writer.append(tile.frame)
+            position += len(tile.frame)
             ends.append(position)
-            self._changed += int(torch.count_nonzero(base != stored)) if frame else 0
+            self._count(tile)
         record = TensorRecord(dtype=DTYPE_NAMES[info.dtype], shape=list(info.shape), base=base_hasher.hexdigest())
         if position:
             self._writer.end()
             self._writer.write(FRAMES + info.name, torch.tensor(ends, dtype=torch.int64))
-            record.stored, record.agent = DTYPE_NAMES[stored.dtype], stored_hasher.hexdigest()
+            record.stored, record.agent = DTYPE_NAMES[tile.stored.dtype], stored_hasher.hexdigest()
         else:
             self._writer.cancel()
         self._records[info.name] = record
         self._agent_digests[info.name] = trained_hasher.hexdigest()
 
-    def _stored(self, name: str, base: Tensor, trained: Tensor) -> Tensor:
-        """The tile as it is kept: rounded, or without changes of at most epsilon, if that was asked for."""
-        check_finite(name, trained)
+    def _encode(self, tensor: AgentTensor, start: int) -> "_EncodedTile":
+        """One tile: rounded, or without changes of at most epsilon, if that was asked for; then encoded."""
+        info = self._base.tensors[tensor.name]
+        stop = min(start + TILE_NUMEL, info.numel)
+        base, trained = self._base.read(info.name, start, stop), tensor.read(start, stop)
+        check_finite(info.name, trained)
         rounded = trained.to(self._dtype) if self._dtype in (base.dtype, torch.float32) else trained
         stored = rounded.to(codec_dtype(base.dtype, rounded.dtype))
-        if rounded.dtype.itemsize < trained.dtype.itemsize:
-            update = trained.double() - base.double()
-            self._is_rounded = True
-            self._changed_by_training += int(torch.count_nonzero(update))
-            self._update += float(update.abs().sum())
-            self._rounding += float((trained.double() - stored.double()).abs().sum())
+        is_cut = False
         if stored.dtype == torch.float32 and self._epsilon > 0:
             small = (stored - base.float()).abs() <= self._epsilon
-            self._is_cut |= bool((small & (stored != base)).any())
+            is_cut = bool((small & (stored != base)).any())
             stored = torch.where(small, base.float(), stored)
-        return stored
+        widened = base.to(stored.dtype)
+        frame = encode_frame(widened, stored)
+        changed = int(torch.count_nonzero(widened != stored)) if frame else 0
+        tile = _EncodedTile(base, trained, stored, frame, changed, is_cut)
+        if rounded.dtype.itemsize < trained.dtype.itemsize:
+            update = trained.double() - base.double()
+            tile.changed_by_training = int(torch.count_nonzero(update))
+            tile.update = float(update.abs().sum())
+            tile.rounding = float((trained.double() - stored.double()).abs().sum())
+        return tile
+
+    def _count(self, tile: "_EncodedTile") -> None:
+        self._stored_numel[tile.stored.dtype] = self._stored_numel.get(tile.stored.dtype, 0) + tile.stored.numel()
+        self._changed += tile.changed
+        self._is_cut |= tile.is_cut
+        if tile.update is not None:
+            self._is_rounded = True
+            self._changed_by_training += tile.changed_by_training
+            self._update += tile.update
+            self._rounding += tile.rounding
+
+
+@dataclass(slots=True)
+class _EncodedTile:
+    """A tile of the base, of the agent, and what is kept of it; the last three are set if it was rounded."""
+
+    base: Tensor
+    trained: Tensor
+    stored: Tensor
+    frame: bytes
+    changed: int
+    is_cut: bool
+    changed_by_training: int = 0
+    update: float | None = None
+    rounding: float = 0.0
 
 
 def base_records(base: Checkpoint, names: Iterable[str]) -> dict[str, TensorRecord]:
