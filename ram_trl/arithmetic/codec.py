@@ -97,7 +97,7 @@ def _pack_16(difference: Tensor) -> bytes:
     escaped = difference.abs() > 127
     # abs of the most negative int16 is itself, hence negative
     escaped |= difference == torch.iinfo(torch.int16).min
-    codes = torch.where(escaped, _ESCAPE, difference).to(torch.int8)
+    codes = difference.to(torch.int8).masked_fill_(escaped, _ESCAPE)
     return codes.numpy().tobytes() + difference[escaped].numpy().astype("<i2").tobytes()
 
 

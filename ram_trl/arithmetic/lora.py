@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -43,4 +42,4 @@ def lora_delta(factors: LoraFactors, start: int, stop: int) -> Tensor:
 
 def visible_delta(delta: Tensor, base: Tensor) -> Tensor:
     """The delta where adding it changes the base in the base's own dtype, 0 elsewhere: what deployment executes."""
-    return torch.where((base.float() + delta).to(base.dtype) != base, delta, 0.0)
+    return delta * ((base.float() + delta).to(base.dtype) != base)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .select import select
+
 
 __all__ = [
     "METHODS",
@@ -179,11 +181,11 @@ def selective_merge_tile(
         gain = weight * factors[update.agent] - 1.0
         # Without a gain the value is taken, not computed: -0.0 stays.
         own = torch.add(update.value, update.delta, alpha=gain) if gain else update.value
-        merged = torch.where(update.active, own, merged)
+        merged = select(update.active, own, merged)
         weighted_sum.add_(update.delta, alpha=weight)
         weight_total.add_(update.active, alpha=weight)
     shared_value = weighted_sum.div_(weight_total).add_(base)
-    return torch.where(_overlap(updates) > 1, shared_value, merged)
+    return select(_overlap(updates) > 1, shared_value, merged)
 
 
 def average_tile(base: Tensor, updates: Sequence[TileUpdate], weights: Sequence[float]) -> Tensor:

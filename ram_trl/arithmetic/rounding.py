@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .codec import from_ordered, to_ordered
+from .select import select
 
 
 __all__ = ["round_stochastic", "uniform"]
@@ -49,7 +50,7 @@ def round_stochastic(tile: Tensor, dtype: torch.dtype, *, seed: int, name: str, 
     usable = (error != 0) & neighbour.isfinite() & nearest.isfinite()
     probability = error.abs() / (neighbour.float() - nearest.float()).abs()
     chosen = usable & (uniform(tile.numel(), seed=seed, name=name, start=start, device=tile.device) < probability)
-    return torch.where(chosen, neighbour, nearest)
+    return select(chosen, neighbour, nearest)
 
 
 def uniform(numel: int, *, seed: int, name: str, start: int, device: torch.device) -> Tensor:

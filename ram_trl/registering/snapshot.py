@@ -14,6 +14,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from ..arithmetic.codec import codec_dtype, encode_frame
+from ..arithmetic.select import select
 from ..errors import ConfigError, IncompatibleAgentError, NonFiniteError, UnsupportedModelError
 from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import SnapshotRecord, TensorRecord
@@ -193,7 +194,7 @@ class FullSnapshot:
         if stored.dtype == torch.float32 and self._epsilon > 0:
             small = (stored - base.float()).abs() <= self._epsilon
             is_cut = bool((small & (stored != base)).any())
-            stored = torch.where(small, base.float(), stored)
+            stored = select(small, base.float(), stored)
         widened = base.to(stored.dtype)
         frame = encode_frame(widened, stored)
         changed = int(torch.count_nonzero(widened != stored)) if frame else 0
