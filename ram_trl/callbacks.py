@@ -93,6 +93,7 @@ class RAMRegistryCallback(TrainerCallback):
             snapshot_dtype=snapshot_dtype,
             epsilon=epsilon,
         )
+        self._revision = revision
         self.strict = strict
         self.registered: RegisteredAgent | None = None
         self.error: Exception | None = None
@@ -102,6 +103,7 @@ class RAMRegistryCallback(TrainerCallback):
     ) -> None:
         self.registered, self.error = None, None
         registration, world = self._registration, current_world()
+        registration.revision = self._revision
         if registration.base_model is None and registration.revision is None:
             # TRL's configurations say here which revision of the model they load.
             registration.revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")

@@ -105,7 +105,7 @@ class RegistryConfig:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all others, and that takes no option for another (--agent, --agents)."""
+    """A parser whose errors are one line, like all others, and that takes no --agent for --agents."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments, allow_abbrev=False)

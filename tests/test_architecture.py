@@ -22,7 +22,17 @@ GROUND = ("errors", "version")
 ARITHMETIC = (*GROUND, "arithmetic.")
 STORAGE = (*GROUND, "storage.")
 MIDDLE = (*GROUND, "arithmetic.", "storage.", "task_vector", "distributed")
-EVERYTHING_BELOW_THE_ROOF = (*MIDDLE, "progress", "threads", "registering.", "merging.", "callbacks", "config", "terminal", "cli")
+EVERYTHING_BELOW_THE_ROOF = (
+    *MIDDLE,
+    "progress",
+    "threads",
+    "registering.",
+    "merging.",
+    "callbacks",
+    "config",
+    "terminal",
+    "cli",
+)
 FLOORS = {
     "errors": (),
     "version": (),

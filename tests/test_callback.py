@@ -23,9 +23,11 @@ from training import (
     saved_weights,
     train,
 )
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl, TrainerState
+from trl import GRPOConfig
 
-from ram_trl import AgentRegistry, RAMRegistryCallback, register_agent
+from ram_trl import AgentRegistry, RAMRegistryCallback, merge_agents, register_agent
+from ram_trl.distributed import SINGLE
 from ram_trl.errors import (
     BaseModelError,
     ConfigError,
@@ -36,6 +38,7 @@ from ram_trl.errors import (
     StorageError,
     UnsupportedModelError,
 )
+from ram_trl.registering.live import LiveRegistration
 
 
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
@@ -164,6 +167,69 @@ def test_training_goes_on_from_a_fine_tune_against_the_named_base(zoo: Zoo, tmp_
     assert callback.registered.manifest.base_model.name == str(base)
 
 
+COMMITS = {"main": "1" * 40, "before": "2" * 40}
+
+
+@pytest.fixture
+def hub(zoo: Zoo, tmp_path, monkeypatch) -> dict[str, Path]:
+    """`toys/base` in the cache of the Hub, in two revisions with different weights: the folder of each."""
+    cache = tmp_path / "cache"
+    folder, base = cache / "models--toys--base", zoo.base("qwen2_untied")
+    (folder / "refs").mkdir(parents=True)
+    for seed, (revision, commit) in enumerate(COMMITS.items(), 50):
+        (folder / "refs" / revision).write_text(commit)
+        copy_model(zoo.agent(base, seed=seed), folder / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    return {revision: folder / "snapshots" / commit for revision, commit in COMMITS.items()}
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_callback", "expected"),
+    [
+        (None, {}, "main"),
+        ("before", {}, "before"),
+        (COMMITS["before"], {}, "before"),
+        ("before", {"revision": "main"}, "main"),
+        ("before", {"base_model": "toys/base"}, "main"),
+        ("before", {"base_model": "toys/base", "revision": "before"}, "before"),
+    ],
+)
+def test_the_revision_that_training_starts_from_is_the_base(hub, tmp_path, of_model, of_callback, expected):
+    options = {"dtype": "bfloat16", **({} if of_model is None else {"revision": of_model})}
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math", **of_callback)
+    trainer = train(grpo("toys/base", tmp_path / "out", [callback], model_init_kwargs=options))
+
+    assert callback.error is None
+    manifest = callback.registered.manifest
+    assert (manifest.base_model.name, manifest.base_model.revision) == ("toys/base", hub[expected].name)
+    trained, base = saved_weights(trainer, tmp_path / "saved"), read_model(hub[expected])
+    assert manifest.snapshot.changed == sum(int((trained[name] != base[name]).sum()) for name in base)
+    assert_same_weights(restored_weights(tmp_path / "registry", "math", tmp_path / "back"), trained)
+
+
+def test_a_callback_of_several_trainers_forgets_the_revision_of_the_one_before(hub, tmp_path):
+    callback, bases = RAMRegistryCallback(tmp_path / "registry", agent="math"), []
+    for number, revision in enumerate(("before", None, "before")):
+        options = {"dtype": "bfloat16", **({} if revision is None else {"revision": revision})}
+        train(grpo("toys/base", tmp_path / f"out{number}", [callback], model_init_kwargs=options))
+        bases.append(callback.registered.manifest.base_model.revision)
+    assert bases == [COMMITS["before"], COMMITS["main"], COMMITS["before"]]
+
+
+def test_the_printed_command_names_the_revision_that_training_started_from(hub, tmp_path, caplog):
+    def lose_registry(model):
+        shutil.move(tmp_path / "registry", tmp_path / "away")
+        (tmp_path / "registry").write_text("")
+
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math")
+    options = {"dtype": "bfloat16", "revision": "before"}
+    callbacks = [callback, AtStep(1, lose_registry)]
+    register_agent(str(tmp_path / "registry"), "other", str(hub["main"]), base_model=str(hub["main"]))
+    train(grpo("toys/base", tmp_path / "out", callbacks, model_init_kwargs=options))
+    assert isinstance(callback.error, StorageError)
+    assert "--base_model toys/base --revision before " in printed_command(caplog.text)
+
+
 def test_training_twice_makes_two_versions_against_the_same_base(zoo: Zoo, tmp_path):
     callback = RAMRegistryCallback(tmp_path / "registry", agent="math")
     trainer = grpo(zoo.base("qwen2_untied"), tmp_path / "out", [callback], **BF16)
@@ -281,6 +347,78 @@ def test_a_registered_adapter_loads_with_peft_as_it_was_trained(zoo: Zoo, tmp_pa
         assert torch.equal(loaded.eval()(prompt).logits, trainer.model.eval()(prompt).logits)
 
 
+def test_a_live_adapter_of_layers_of_both_orientations_restores_to_what_peft_merges(zoo: Zoo, tmp_path):
+    # TRL trains no adapter on an output head, so this one is not trained by it
+    base = zoo.base("gpt2_untied")
+    torch.manual_seed(0)
+    config = LoraConfig(**{**LORA, "target_modules": ["attn.c_proj", "lm_head"], "init_lora_weights": False})
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), config)
+    # what holds for the last layer that PEFT made: no square Conv1D can be told by it
+    assert not model.peft_config["default"].fan_in_fan_out
+    live = LiveRegistration(
+        registry=AgentRegistry(tmp_path / "registry"),
+        agent="lora",
+        base_model=None,
+        revision=None,
+        snapshot_dtype="auto",
+        epsilon=1e-5,
+    )
+    live.check(model, SINGLE)
+    agent = live.register(model, SINGLE, None, {})
+    assert {name: record.transposed for name, record in agent.adapter_map().items()} == {
+        "transformer.h.0.attn.c_proj.weight": True,
+        "transformer.h.1.attn.c_proj.weight": True,
+        "lm_head.weight": False,
+    }
+    merged = merged_by_peft(model, tmp_path / "merged")
+    assert_same_weights(restored_weights(tmp_path / "registry", "lora", tmp_path / "back"), merged)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lora", {}),
+        ("lora", {"modules_to_save": ["lm_head"]}),
+        ("m", {}),
+        ("m", {"modules_to_save": ["lm_head"]}),
+        # PEFT itself saves modules under wrong names if the adapter's is "weight"
+        ("weight", {}),
+        ("module", {"modules_to_save": ["lm_head"]}),
+        ("base_layer", {}),
+        ("q_proj", {"modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_an_adapter_may_have_any_name(zoo: Zoo, tmp_path, name, options):
+    base = zoo.base("qwen2_untied")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model = get_peft_model(model, LoraConfig(**LORA, **options), adapter_name=name)
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="lora")
+    trainer = train(grpo(model, tmp_path / "out", [callback]))
+
+    assert callback.error is None
+    expected = zoo.adapter(base, **options)
+    assert read_model(callback.registered.path).keys() == read_model(expected).keys()
+    merged = merged_by_peft(trainer.model, tmp_path / "merged")
+    assert any(not torch.equal(merged[key], tensor) for key, tensor in read_model(base).items())
+    assert_same_weights(restored_weights(tmp_path / "registry", "lora", tmp_path / "back"), merged)
+
+
+def test_of_several_adapters_the_active_one_is_registered(zoo: Zoo, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(zoo.base("qwen2_untied"), dtype=torch.bfloat16)
+    model = get_peft_model(model, LoraConfig(**LORA), adapter_name="m")
+    # larger, so that no other can be taken for it
+    model.add_adapter("lora", LoraConfig(**{**LORA, "r": 8, "lora_alpha": 24}))
+    model.set_adapter("lora")
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="lora")
+    trainer = train(grpo(model, tmp_path / "out", [callback]))
+
+    assert callback.error is None
+    shapes = {tuple(tensor.shape) for name, tensor in read_model(callback.registered.path).items() if "lora_A" in name}
+    assert shapes == {(8, 32)}
+    merged = merged_by_peft(trainer.model, tmp_path / "merged")
+    assert_same_weights(restored_weights(tmp_path / "registry", "lora", tmp_path / "back"), merged)
+
+
 def test_the_reference_adapter_that_trl_adds_is_not_registered(zoo: Zoo, tmp_path):
     base = zoo.base("qwen2_untied")
     save_adapter(base, tmp_path / "pretrained", LoraConfig(**LORA))
@@ -396,6 +534,60 @@ def test_too_little_disk_space_is_refused_before_the_first_step(zoo: Zoo, tmp_pa
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(StorageError, match="free space"):
         train(trainer)
+
+
+# What is said
+
+
+class StopAfterFirstStep(TrainerCallback):
+    """Ends training early, as transformers' EarlyStoppingCallback does."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(**LORA)], ids=["full", "lora"])
+def test_a_run_that_stopped_early_is_registered_and_the_steps_are_said(zoo: Zoo, tmp_path, caplog, peft_config):
+    base = zoo.base("qwen2_untied")
+    callback = RAMRegistryCallback(tmp_path / "registry", agent="math")
+    train(grpo(base, tmp_path / "out", [callback, StopAfterFirstStep()], peft_config, max_steps=3, **BF16))
+    assert "agent math@v1 was registered after 1 of 3 steps" in caplog.text
+    training = callback.registered.manifest.training
+    assert (training["step"], training["max_steps"]) == (1, 3)
+    assert "math@v1 was registered after 1 of 3 steps" in merge_agents(tmp_path / "registry", None)["warnings"][0]
+
+
+def test_a_whole_run_warns_of_nothing(zoo: Zoo, tmp_path, caplog):
+    callback = RAMRegistryCallback(tmp_path / "out" / "registry", agent="math")
+    train(grpo(zoo.base("qwen2_untied"), tmp_path / "out", [callback], **BF16))
+    assert callback.registered
+    assert [record for record in caplog.records if record.name.startswith("ram_trl")] == []
+
+
+@pytest.mark.parametrize(
+    ("registry", "push_to_hub", "warns"),
+    [
+        ("out/registry", True, True),
+        ("out/deep/registry", True, True),
+        ("elsewhere/../out/registry", True, True),
+        ("link/registry", True, True),
+        ("out/registry", False, False),
+        ("registry", True, False),
+        ("out-registry", True, False),
+    ],
+)
+def test_a_registry_that_would_be_pushed_to_the_hub_is_said(zoo: Zoo, tmp_path, caplog, registry, push_to_hub, warns):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    # no trainer: that would create the repository
+    model = AutoModelForCausalLM.from_pretrained(zoo.base("qwen2_untied"), dtype=torch.bfloat16)
+    options = {"output_dir": str(tmp_path / "out"), "use_cpu": True, "bf16": False, "report_to": "none"}
+    args = GRPOConfig(push_to_hub=push_to_hub, **options)
+    callback = RAMRegistryCallback(f"{tmp_path}/{registry}", agent="math")
+    callback.on_train_begin(args, TrainerState(), TrainerControl(), model=model)
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("ram_trl")]
+    assert len(messages) == warns
+    assert all("is inside output_dir and would be pushed too" in message for message in messages)
 
 
 # A run is never lost

@@ -191,6 +191,27 @@ def test_an_error_is_one_line_and_exit_code_2_and_leaves_nothing_behind(zoo, reg
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("target", ["empty", "nowhere"], ids=["link to an empty directory", "dangling link"])
+def test_restoring_to_a_link_is_refused_and_leaves_nothing_behind(registry, cli, tmp_path, target):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "restored").symlink_to(tmp_path / target)
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = cli("restore", "--registry", registry, "--agent", "math", "--output_dir", tmp_path / "restored")
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: .*restored is a link or a mount point: .* as --output_dir", err)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "restored").readlink() == tmp_path / target
+
+
+def test_an_abbreviated_option_is_refused(registry, cli):
+    code, out, err = cli("show", "--registry", registry, "--age", "math")
+    assert (code, out) == (2, "")
+    assert err == "error: the following arguments are required: --agent (see ram-trl show --help)"
+    code, out, err = cli("show", "--reg", registry, "--registry", registry, "--agent", "math")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: unrecognized arguments: --reg ")
+
+
 def test_the_module_is_the_same_command(registry, tmp_path):
     command = [sys.executable, "-m", "ram_trl", "show", "--registry", str(registry), "--agent"]
     done = subprocess.run([*command, "math@v1", "--json"], capture_output=True, text=True, timeout=60)

@@ -177,6 +177,12 @@ def test_a_nan_in_one_shard_is_refused_on_all_ranks(fsdp2):
     assert "nan" not in AgentRegistry(folder / "registry").names()
 
 
+@pytest.fixture(scope="module")
+def fsdp1(zoo: Zoo, tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("fsdp1")
+    return run_ranks("fsdp1", folder, zoo.base("qwen2_untied")), folder
+
+
 @pytest.mark.parametrize("case", ["NO_WRAP", "NO_WRAP, flat", "TRANSFORMER_BASED_WRAP"])
 def test_an_fsdp1_model_is_refused_with_the_cure_however_it_is_wrapped(fsdp1, case):
     ranks, folder = fsdp1
@@ -184,12 +190,6 @@ def test_an_fsdp1_model_is_refused_with_the_cure_however_it_is_wrapped(fsdp1, ca
     for message in seen(ranks, case, "message"):
         assert "FSDP1" in message and "fsdp_version: 2" in message and "ram-trl register" in message
     assert not (folder / "registry").exists()
-
-
-@pytest.fixture(scope="module")
-def fsdp1(zoo: Zoo, tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
-    folder = tmp_path_factory.mktemp("fsdp1")
-    return run_ranks("fsdp1", folder, zoo.base("qwen2_untied")), folder
 
 
 def test_a_zero3_model_is_registered_as_the_unsharded_one(zoo: Zoo, tmp_path):

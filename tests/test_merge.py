@@ -543,6 +543,22 @@ def test_an_agent_that_changed_nothing_is_said(zoo, caplog):
     assert report["agents"][0]["rho"] == 0.0 and report["agents"][0]["lambda"] == 1.0
 
 
+@pytest.mark.parametrize(("step", "said"), [(0, "0 of 1,500 steps"), (1200, "1,200 of 1,500 steps"), (1500, None)])
+def test_an_agent_whose_training_stopped_early_is_said(zoo, tmp_path, caplog, step, said):
+    base, registry = zoo.base("llama"), AgentRegistry(tmp_path / "registry")
+    for name, seed, training in (("code", 1, {}), ("math", 2, {"step": step, "max_steps": 1500})):
+        register_agent(registry, name, str(zoo.agent(base, seed=seed)), base_model=str(base), training=training)
+    report, _ = merged(registry, tmp_path)
+    if said is None:
+        assert report["warnings"] == []
+    else:
+        [warning] = report["warnings"]
+        assert warning.startswith(f"agent math@v1 was registered after {said} of its training")
+        assert warning in caplog.text
+        assert warning in (tmp_path / "merged" / "README.md").read_text()
+        assert json.loads((tmp_path / "merged" / "merge_report.json").read_text())["warnings"] == [warning]
+
+
 # What is refused
 
 
@@ -550,7 +566,7 @@ def assert_refused(folder, error_type, message, registry, output="new/merged", *
     """The merge fails with one line that matches, and the folder is as it was: no output, no hidden directory."""
     before = files_of(folder)
     with pytest.raises(error_type, match=message) as caught:
-        merge_agents(registry, str(folder / output), **options)
+        merge_agents(registry, f"{folder}/{output}", **options)
     assert isinstance(caught.value, RamTrlError)
     assert "\n" not in str(caught.value)
     assert files_of(folder) == before
@@ -701,6 +717,23 @@ def test_an_output_directory_that_holds_something_is_refused(own, tmp_path):
     assert_refused(tmp_path, OutputExistsError, "base exists and is not an empty directory", own, output="base")
     assert_refused(tmp_path, OutputExistsError, "not an empty directory", own, output="base/config.json")
     assert_refused(tmp_path, (OutputExistsError, StorageError), "config.json", own, output="base/config.json/merged")
+
+
+@pytest.mark.parametrize("target", ["empty", "nowhere"], ids=["link to an empty directory", "dangling link"])
+def test_an_output_directory_that_is_a_link_is_refused_before_any_work(own, tmp_path, target):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "merged").symlink_to(tmp_path / target)
+    done = []
+    for output in ("merged", "merged/", "merged/."):
+        message = "merged is a link or a mount point: choose a directory inside of it"
+        options = {"progress": lambda *numbers: done.append(numbers)}
+        assert_refused(tmp_path, OutputExistsError, message, own, output=output, **options)
+    assert done == []
+    assert (tmp_path / "merged").readlink() == tmp_path / target
+    # as the message says
+    if target == "empty":
+        merge_agents(own, str(tmp_path / "merged" / "inside"))
+        assert read_model(tmp_path / "empty" / "inside")
 
 
 def test_an_epsilon_below_that_of_a_snapshot_is_refused(zoo, tmp_path):

@@ -325,6 +325,56 @@ def test_a_directory_without_weights_is_refused(zoo, tmp_path):
     assert_refused(tmp_path, BaseModelError, message, zoo.base("qwen2_untied"), tmp_path / "agent")
 
 
+def with_stale_index(model, target, shards):
+    """A copy of a model of one file, with the index of the shards that it had before, and perhaps the shards."""
+    copy_model(model, target)
+    before = target.with_name(f"{target.name}-before")
+    older = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.add_(1)
+    older.save_pretrained(before, max_shard_size="20KB")
+    files = [before / "model.safetensors.index.json", *(before.glob("model-*.safetensors") if shards else ())]
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+    assert len(files) > 2 or not shards
+    return target
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["with the shards", "without the shards"])
+def test_a_single_file_is_read_and_not_the_shards_of_a_stale_index(zoo, tmp_path, shards):
+    base, agent = zoo.base("qwen2_untied"), zoo.agent(zoo.base("qwen2_untied"), seed=1)
+    stale_base = with_stale_index(base, tmp_path / "base", shards)
+    stale_agent = with_stale_index(agent, tmp_path / "agent", shards)
+    loaded = AutoModelForCausalLM.from_pretrained(stale_agent, dtype="auto").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in read_model(agent).items())
+    registry, registration = registered(tmp_path, stale_base, stale_agent)
+    reference = register_agent(registry, "reference", str(agent), base_model=str(base))
+    assert registration.manifest.snapshot == reference.manifest.snapshot
+    assert registration.manifest.base_model.digest == reference.manifest.base_model.digest
+    assert_same_bits(restored(tmp_path, registry), read_model(agent))
+    assert not (tmp_path / "restored" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("wanted", ["bfloat16", "float16"])
+def test_a_forced_dtype_that_the_base_does_not_have_is_refused(zoo, tmp_path, wanted):
+    base = zoo.base("qwen2_untied", FLOAT32)
+    message = f"snapshot_dtype is torch.{wanted}, but no tensor of the base .* is: use auto or float32"
+    assert_refused(tmp_path, ConfigError, message, base, zoo.agent(base, seed=1), snapshot_dtype=wanted)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn], ids=["float64", "float8"])
+def test_a_dtype_that_cannot_be_merged_is_refused_and_the_tensor_named(zoo, tmp_path, dtype, wanted):
+    base, agent = zoo.base("qwen2_untied"), tmp_path / "agent"
+    copy_model(zoo.agent(base, seed=1), agent)
+    change_tensor(agent, "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor.to(dtype))
+    message = f"'model.layers.1.mlp.up_proj.weight' of the agent is {dtype}: save the agent in bfloat16"
+    assert_refused(tmp_path, UnsupportedModelError, message, base, agent, snapshot_dtype=wanted)
+    rewrite(agent / "model.safetensors", lambda name, tensor: tensor.to(dtype))
+    assert_refused(tmp_path, UnsupportedModelError, f"' of the agent is {dtype}", base, agent, snapshot_dtype=wanted)
+
+
 def test_an_unknown_path_is_refused(zoo, tmp_path):
     base = zoo.base("qwen2_untied")
     assert_refused(tmp_path, BaseModelError, "no-such-model is n.* directory", base, "no-such-model")
@@ -429,6 +479,17 @@ def test_restoring_what_is_not_there_or_to_a_full_directory_is_refused(zoo, tmp_
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_the_registry_may_be_named_by_its_path(zoo, tmp_path):
+    base = zoo.base("qwen2_untied")
+    agent = zoo.agent(base, seed=1)
+    registration = register_agent(str(tmp_path / "registry"), "math", str(agent), base_model=str(base))
+    assert registration.path == AgentRegistry(tmp_path / "registry").get("math").path
+    for registry in (str(tmp_path / "registry"), tmp_path / "registry", AgentRegistry(tmp_path / "registry")):
+        output = tmp_path / type(registry).__name__
+        assert str(restore_agent(registry, "math", str(output))) == "math@v1"
+        assert_same_bits(read_model(output), read_model(agent))
+
+
 # LoRA
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -472,6 +533,19 @@ def test_a_restored_lora_agent_is_what_peft_merges(zoo, tmp_path, feature, dtype
     assert set(found) == set(before)
     assert any(not torch.equal(found[name], before[name]) for name in found)
     assert_equal_values(found, merged_by_peft(base, adapter, tmp_path / "by_peft"))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("targets", [["attn.c_proj", "lm_head"], ["attn.c_proj"], ["lm_head"], ["c_attn", "lm_head"]])
+def test_layers_of_both_orientations_in_one_adapter_are_what_peft_merges(zoo, tmp_path, targets, dtype):
+    base = zoo.base("gpt2_untied", dtype)
+    adapter = zoo.adapter(base, target_modules=targets)
+    # PEFT saves what holds for the last layer that it made: a square Conv1D before a Linear cannot be told by it
+    assert LoraConfig.from_pretrained(adapter).fan_in_fan_out == ("lm_head" not in targets)
+    registry, registration = registered(tmp_path, base, adapter)
+    transposed = {name: record.transposed for name, record in registration.adapter_map().items()}
+    assert transposed == {name: name != "lm_head.weight" for name in transposed}
+    assert_equal_values(restored(tmp_path, registry), merged_by_peft(base, adapter, tmp_path / "by_peft"))
 
 
 def test_embedding_factors_are_added_without_rounding_the_delta_first(zoo, tmp_path):
