@@ -26,6 +26,7 @@ clean:
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): about a minute, more where torch must be fetched first"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --progress-bar off --constraint constraints.txt torch
-	$(RUN) -m pip install --quiet --progress-bar off --constraint constraints.txt --editable ".[quickstart,test]"
+	$(RUN) -m pip install --constraint constraints.txt torch
+	@echo "Installing transformers, trl, accelerate, peft and this package"
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable ".[quickstart,test]"
 	touch $@

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import shlex
 import traceback
 from pathlib import Path
@@ -16,6 +17,7 @@ import transformers
 import trl
 from accelerate.state import AcceleratorState
 from torch import nn
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .distributed import current_world
@@ -31,6 +33,7 @@ __all__ = ["RAMRegistryCallback"]
 
 logger = logging.getLogger(__name__)
 
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -108,6 +111,14 @@ class RAMRegistryCallback(TrainerCallback):
             # TRL's configurations say here which revision of the model they load.
             registration.revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         registration.check(model, world)
+        base = registration.base_model or base_name(unwrap(model))
+        if world.is_main and _CHECKPOINT.fullmatch(Path(base).name):
+            logger.warning(
+                "the base of agent %r is %s, a checkpoint of another run: to merge it with agents of the model that "
+                "run started from, pass base_model=",
+                registration.agent,
+                base,
+            )
         inside = Path(args.output_dir).resolve() in Path(registration.registry.path).resolve().parents
         if world.is_main and args.push_to_hub and inside:
             logger.warning("the registry %s is inside output_dir and would be pushed too", registration.registry.path)
@@ -137,7 +148,10 @@ class RAMRegistryCallback(TrainerCallback):
             if self.strict:
                 raise
         if self.registered is not None:
-            logger.info("registered agent %s in %s", self.registered, self._registration.registry.path)
+            message = f"registered {self.registered} in {self._registration.registry.path}"
+            logger.info(message)
+            if not args.disable_tqdm:
+                tqdm.write(message)
             if state.global_step < state.max_steps:
                 logger.warning(
                     "agent %s was registered after %d of %d steps", self.registered, state.global_step, state.max_steps

@@ -47,8 +47,16 @@ def _list(arguments: argparse.Namespace) -> None:
     for agent in agents:
         summary = _summary(agent)
         density = "-" if summary["density"] is None else f"{summary['density']:.2%}"
-        size = f"{summary['bytes'] / 1e6:,.1f} MB"
-        rows.append((str(agent), summary["kind"], density, size, summary["created"], summary["base_model"]["name"]))
+        rows.append(
+            (
+                str(agent),
+                summary["kind"],
+                density,
+                _size(summary["bytes"]),
+                summary["created"],
+                summary["base_model"]["name"],
+            )
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -83,6 +91,10 @@ def _remove(arguments: argparse.Namespace) -> None:
         print(f"{agent} removed")
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.0f} kB"
+
+
 def _summary(agent: Any) -> dict[str, Any]:
     manifest = agent.manifest
     changed = manifest.snapshot.changed
@@ -108,7 +120,7 @@ def _show_agent(agent: Any, as_json: bool) -> None:
         ("created", summary["created"]),
         ("base model", base["name"] + (f" at {base['revision']}" if base["revision"] else "")),
         ("parameters", f"{base['total_parameters']:,}"),
-        ("stored as", f"{snapshot['dtype']}, {summary['bytes'] / 1e6:,.1f} MB in {summary['path']}"),
+        ("stored as", f"{snapshot['dtype']}, {_size(summary['bytes'])} in {summary['path']}"),
     ]
     if summary["density"] is not None:
         lines.append(("changed", f"{snapshot['changed']:,} ({summary['density']:.2%})"))

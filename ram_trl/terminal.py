@@ -40,6 +40,9 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             close()
             bars[doing] = tqdm(desc=doing, total=total, unit="B", unit_scale=True, leave=True)
         bars[doing].update(done - bars[doing].n)
+        if done >= total:
+            # what is printed next begins on a line of its own
+            bars[doing].close()
 
     def close() -> None:
         for bar in bars.values():

@@ -122,7 +122,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         positions = [group + (index + 0.5) * width - 0.4 for group in range(len(groups))]
         heights = [100 * scores[group] for group in groups]
         bars = axes.bar(positions, heights, 0.92 * width, label=name, color=COLOURS[index])
-        axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
+        axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylim(0, 109)
     axes.set_ylabel("greedy exact match, %")

@@ -32,10 +32,19 @@ averaged, parameters that one agent changed are kept{rescaled}.
 {rows}
 
 - A parameter counts as changed when it differs from the base by more than epsilon = {epsilon:g}.
-- rho = shared / unique; lambda multiplies an agent's unique changes; "effective" is what is left of it after
-  rounding to the dtype of these weights.
-- Of {total:,} parameters, {overlap}.
+- rho = shared / unique. An agent's unique changes are multiplied by its weight and lambda; "effective" is lambda as it
+  came out after rounding to the dtype of these weights. Shared changes are averaged by weight.
+- Of {total:,} parameters, {overlap} of the agents.
 {warnings}
+## How to use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{title}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{title}")
+```
+
 ## How to reproduce
 
 ```bash
@@ -57,7 +66,8 @@ def model_card(report: dict[str, Any], title: str) -> str:
     """
     base, agents = report["base_model"], report["agents"]
     front_matter = []
-    if not os.path.isabs(base["name"]):
+    is_local = os.path.isabs(base["name"])
+    if not is_local:
         # The Hub refuses a card that names a directory. JSON strings are YAML strings, whatever is in them.
         front_matter += ["base_model:", f"- {json.dumps(base['name'])}", "base_model_relation: merge"]
     front_matter += [
@@ -67,15 +77,15 @@ def model_card(report: dict[str, Any], title: str) -> str:
     ]
     rescaled = ", rescaled by how much of the agent was shared" if report["method"].startswith("ram_plus") else ""
     overlap = ", ".join(
-        f"{count:,} were changed by {number} {'agent' if number == 1 else 'agents'}"
-        for number, count in enumerate(report["overlap_histogram"])
+        f"{count:,} were changed by {number or 'none'}" for number, count in enumerate(report["overlap_histogram"])
     )
     return _CARD.format(
         front_matter="\n".join(front_matter),
         title=title,
         num_agents=len(agents),
         agents="agent" if len(agents) == 1 else "agents",
-        base=base["name"],
+        # of a local base the name of its directory, not where it is
+        base=os.path.basename(base["name"]) if is_local else base["name"],
         method=_METHOD_NAMES[report["method"]],
         rescaled=rescaled if report["method"] != "average" else "",
         columns=" | ".join(COLUMNS),

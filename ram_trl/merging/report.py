@@ -95,10 +95,13 @@ def _warnings(report: dict[str, Any], agents: Sequence[RegisteredAgent]) -> list
         elif len(agents) > 1 and report["method"] != "average":
             share = row["shared"] / row["changed"]
             if share > _MOSTLY_SHARED:
+                others = sorted((other for other in report["agents"] if other is not row), key=lambda o: -o["density"])
+                dense = ", ".join(f"{other['name']} {other['density']:.0%}" for other in others[:3])
                 warnings.append(
-                    f"{share:.1%} of the changes of agent {row['name']} are shared with others, so this is nearly a "
-                    f"plain average: raise --epsilon above {report['epsilon']:g} towards the size of the updates, or "
-                    "train in bfloat16, where small updates vanish"
+                    f"{share:.1%} of the changes of agent {row['name']} are shared with others (which changed of the "
+                    f"model: {dense}), so they are nearly a plain average: raise --epsilon above "
+                    f"{report['epsilon']:g} towards the size of the updates, leave the densest agent out, or train so "
+                    "that fewer parameters move (bfloat16 weights, fewer LoRA targets)"
                 )
     return warnings
 
@@ -131,7 +134,7 @@ def format_report(report: dict[str, Any]) -> str:
         )
         for line in lines
     ]
-    overlap = ", ".join(f"{count:,} by {agents}" for agents, count in enumerate(report["overlap_histogram"]))
+    overlap = ", ".join(f"{count:,} by {agents or 'none'}" for agents, count in enumerate(report["overlap_histogram"]))
     title = (
         f"{report['method']}: r={report['r']:g}, alpha={report['alpha']:g}, epsilon={report['epsilon']:g} over "
         f"{report['total_parameters']:,} parameters of {report['base_model']['name']}"

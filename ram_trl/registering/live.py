@@ -172,7 +172,7 @@ class LiveRegistration:
                 return stack.enter_context(FullSnapshot(staged, base, dtype, self.epsilon))
 
             snapshot = world.run(lambda: start() if world.is_main else None)
-            error, done, total = None, 0, sum(held.numel() for _, held in named_tensors(model))
+            error, done, total = None, 0, sum(held.nbytes for _, held in named_tensors(model))
             for name, held in named_tensors(model):
                 if world.is_main or is_sharded(held):
                     try:
@@ -184,7 +184,7 @@ class LiveRegistration:
                 # Tensor by tensor together: no rank waits so long that its backend gives up, all stop at a failure.
                 if any(world.gather(error is not None)):
                     break
-                done += held.numel()
+                done += held.nbytes
                 if world.is_main and progress:
                     progress(f"registering {self.agent}", done, total)
             world.agree(error)

@@ -42,7 +42,10 @@ def open_recorded_base(agent: RegisteredAgent, base_model: str | None = None) ->
         # A directory has no revisions; what the folder holds is checked below.
         base = Checkpoint.open(base_model or recorded.name, None if base_model else recorded.revision)
     except BaseModelError as error:
-        raise BaseModelError(f"the base of agent {agent} cannot be opened: {error} (or pass --base_model)") from error
+        raise BaseModelError(
+            f"the base of agent {agent} cannot be opened: {error}; if it was moved, pass --base_model with where it "
+            "is now (its digests will be checked)"
+        ) from error
     records = agent.tensors()
     for name in [*records, *base.tensors]:
         if name not in base.tensors or name not in records:
