@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `ram-trl` and `python -m ram_trl`."""
-    with exit_on_error():
+    with exit_on_error(OSError, UnicodeError):
         arguments = _parser().parse_args(argv)
         arguments.command(arguments)
 
@@ -101,7 +101,7 @@ def _summary(agent: Any) -> dict[str, Any]:
     return {
         "name": agent.name,
         "version": agent.version,
-        "density": None if changed is None else changed / manifest.base_model.total_parameters,
+        "density": None if changed is None else changed / max(1, manifest.base_model.total_parameters),
         "bytes": sum(file.size for file in manifest.files.values()),
         "path": str(agent.path),
         **manifest.to_dict(),

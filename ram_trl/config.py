@@ -6,6 +6,7 @@ command line wins. TRL's own parser is not used for the merge because importing 
 
 import argparse
 import dataclasses
+import reprlib
 import types
 import typing
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ __all__ = ["MergeConfig", "OptionParser", "RegistryConfig", "parse_config"]
 
 T = TypeVar("T")
 
+# Bytes of a file of options.
+_LARGEST_CONFIG = 1_000_000
 # The authors' released script computes lambda = 1 + 0.2 * min(rho, 1).
 PRESETS = {"official": {"r": 0.2, "alpha": 1.0}}
 _DEFAULTS = {"r": 0.1, "alpha": 2.0}
@@ -166,7 +169,7 @@ def _convert(name: str, value: Any, kind: type) -> Any:
     """A value of the command line or of YAML, which reads 1e-5 as a string, as the type of its field."""
     try:
         if kind is dict:
-            pairs = value.items() if isinstance(value, dict) else [item.rsplit("=", 1) for item in value]
+            pairs = value.items() if isinstance(value, dict) else [_text(item).rsplit("=", 1) for item in value]
             return {str(key): _number(weight) for key, weight in pairs}
         if kind is list:
             if not isinstance(value, list):
@@ -181,7 +184,7 @@ def _convert(name: str, value: Any, kind: type) -> Any:
         return kind(_text(value))
     except (TypeError, ValueError) as error:
         expected = "NAME=WEIGHT ..." if kind is dict else kind.__name__
-        raise ConfigError(f"{name}={value!r} is not of the form {expected}") from error
+        raise ConfigError(f"{name}={reprlib.repr(value)} is not of the form {expected}") from error
 
 
 def _text(value: Any) -> str:
@@ -197,10 +200,15 @@ def _number(value: Any) -> float:
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
+        if Path(path).stat().st_size > _LARGEST_CONFIG or not (Path(path).is_file() or Path(path).is_dir()):
+            raise ConfigError(f"{path} is not a file of options")
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    # what YAML's constructors raise on values that look like numbers or dates
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold options (name: value)")

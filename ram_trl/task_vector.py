@@ -40,6 +40,10 @@ class TaskVector:
     def close(self) -> None:
         self._file.close()
 
+    def check_unchanged(self) -> None:
+        """Refuse a file that was written to since it was opened."""
+        self._file.check_unchanged()
+
     @property
     def changed_tensors(self) -> set[str]:
         """Names of the base's tensors in which the agent has a delta."""

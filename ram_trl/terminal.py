@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -12,20 +14,29 @@ __all__ = ["exit_on_error", "progress_bar"]
 
 
 @contextlib.contextmanager
-def exit_on_error(is_main: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def exit_on_error(*more: type[Exception]) -> Iterator[None]:
     """Print an error of this package as one line on stderr and exit with code 2.
 
+    Of several processes rank 0 speaks. A termination by signal unwinds like an interruption from the keyboard, so that
+    nothing half-written stays behind.
+
     Args:
-        is_main (`Callable[[], bool]`, *optional*):
-            Whether this process is the one that speaks.
+        *more (`type[Exception]`):
+            Other errors to treat so.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
-    except RamTrlError as error:
-        if is_main():
-            print(f"error: {error}", file=sys.stderr)
+    except (RamTrlError, *more) as error:
+        if not _is_another_rank():
+            text = f"{error}" if isinstance(error, RamTrlError) else f"{type(error).__name__}: {error}"
+            # one line, whatever names are in it
+            print(f"error: {''.join(c if c.isprintable() else '?' for c in text)}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 @contextlib.contextmanager
@@ -52,3 +63,9 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield show
     finally:
         close()
+
+
+def _is_another_rank() -> bool:
+    """Whether a launcher started this process beside one that is rank 0."""
+    rank = os.environ.get("RANK", "")
+    return rank.isdecimal() and int(rank) > 0 and "MASTER_ADDR" in os.environ

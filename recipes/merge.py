@@ -9,14 +9,12 @@ python recipes/merge.py --registry registry --probe_only
 accelerate launch recipes/merge.py --config recipes/configs/merge.yaml --output_dir merged
 """
 
-import os
-
 from ram_trl.config import MergeConfig, parse_config
 from ram_trl.terminal import exit_on_error, progress_bar
 
 
 def main() -> None:
-    with exit_on_error(is_main=lambda: os.environ.get("RANK", "0") == "0"):
+    with exit_on_error(OSError, UnicodeError):
         config = parse_config(MergeConfig, description="Merge registered agents into one model.")
         # imported here: --help and mistakes in the options answer at once
         from ram_trl.distributed import start_world

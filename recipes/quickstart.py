@@ -12,6 +12,7 @@ finished step, unless its command has changed or something that it builds on was
 import argparse
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ MERGES = {"average": "average", "RAM": "ram", "RAM+": "ram_plus"}
 EPSILON = 1e-5
 NUM_PROMPTS = 1000
 EVALUATION_SEED = 0
+# Tells a directory of the quickstart from any other; only what is named here is ever removed from it.
+MARKER = ".ram_trl_quickstart"
+MADE = ("base", "registry", "runs", "models", "logs", "finished")
 
 # Okabe and Ito's palette, made for all kinds of colour vision.
 COLOURS = ["#999999", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#0072B2"]
@@ -140,10 +144,14 @@ def main() -> None:
     args = parser.parse_args()
     started = time.monotonic()
     root = Path(args.output_dir).resolve()
-    if root.exists() and not (root / "finished").is_dir() and any(root.iterdir()):
-        raise SystemExit(f"{root} holds something that is not a quickstart: choose another --output_dir")
+    if root.exists() and not (root.is_dir() and ((root / MARKER).exists() or not any(root.iterdir()))):
+        print(f"error: {root} holds something that is not a quickstart: choose another --output_dir", file=sys.stderr)
+        sys.exit(2)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / MARKER).touch()
     if args.fresh:
-        shutil.rmtree(root, ignore_errors=True)
+        for name in MADE:
+            shutil.rmtree(root / name, ignore_errors=True)
 
     journey = Journey(root)
     pretraining, agents, final = plan_jobs(root, args.seed)

@@ -96,5 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_error(is_main=lambda: os.environ.get("RANK", "0") == "0"):
+    with exit_on_error():
         main()

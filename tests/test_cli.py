@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -220,3 +221,19 @@ def test_the_module_is_the_same_command(registry, tmp_path):
     done = subprocess.run([*command, "code"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: no agent 'code' in ") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_terminated_restore_leaves_nothing_behind(registry, tmp_path):
+    words = ["restore", "--registry", str(registry), "--agent", "math", "--output_dir", str(tmp_path / "out" / "math")]
+    script = f"""
+import os, signal
+import ram_trl.registering.restore as restore
+copy = restore.copy_model_files
+restore.copy_model_files = lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM)
+from ram_trl.cli import main
+main({words!r})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """Merging registered agents into a model directory: against the oracle, byte by byte, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 
@@ -772,3 +773,44 @@ def test_a_merge_that_fails_on_the_way_leaves_nothing_behind(own, tmp_path, monk
     with pytest.raises(expected):
         merge_agents(own, str(tmp_path / "new" / "merged"))
     assert files_of(tmp_path) == before
+
+
+def test_an_output_inside_the_registry_or_in_the_place_of_the_working_directory_is_refused(zoo, tmp_path, monkeypatch):
+    base = zoo.base("llama")
+    registry = zoo.registry(base, {"math": zoo.agent(base, seed=1)})
+    before = sorted(registry.path.rglob("*"))
+    with pytest.raises(ConfigError, match="is inside the registry"):
+        merge_agents(registry, registry.path / "agents" / "math" / "v000009")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OutputExistsError, match="is the working directory"):
+        merge_agents(registry, ".")
+    assert sorted(registry.path.rglob("*")) == before
+
+
+def test_a_base_that_is_written_to_during_the_merge_is_noticed_before_publication(zoo, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(zoo.base("llama"), base)
+    registry = AgentRegistry(tmp_path / "registry")
+    register_agent(registry, "math", str(zoo.agent(zoo.base("llama"), seed=1)), base_model=str(base))
+    weights = base / "model.safetensors"
+
+    def write(doing, done, total):
+        if doing == "merge" and done == total:
+            with open(weights, "r+b") as file:
+                file.seek(-2, os.SEEK_END)
+                file.write(b"\x01\x02")
+
+    with pytest.raises(CorruptedFileError, match="was changed while it was being read"):
+        merge_agents(registry, tmp_path / "merged", progress=write)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "registry"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"r": 1e38}, {"weights": {"math": 1e39}}, {"weights": {"math": 1e-46}}, {"alpha": 1e7}]
+)
+def test_numbers_that_float32_arithmetic_cannot_carry_are_refused(zoo, tmp_path, options):
+    base = zoo.base("llama")
+    registry = zoo.registry(base, {"math": zoo.agent(base, seed=1)})
+    with pytest.raises(ConfigError, match="must be a number from"):
+        merge_agents(registry, tmp_path / "merged", **options)

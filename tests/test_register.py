@@ -25,6 +25,7 @@ from ram_trl.errors import (
     RamTrlError,
     UnsupportedModelError,
 )
+from ram_trl.storage.checkpoint import Checkpoint
 
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -683,3 +684,47 @@ def test_factors_in_bfloat16_are_multiplied_in_float32(zoo, tmp_path):
     assert registration.manifest.snapshot.dtype == "bfloat16"
     assert config.lora_alpha / config.r == next(iter(registration.adapter_map().values())).scaling
     assert_equal_values(restored(tmp_path, registry), merged_by_peft(base, adapter, tmp_path / "by_peft"))
+
+
+def test_an_index_that_promises_a_tensor_which_no_file_holds_is_refused(zoo, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(zoo.base("llama", shards="20KB"), base)
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.more.weight"] = next(iter(index["weight_map"].values()))
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptedFileError, match=r"promises tensor 'model\.more\.weight'"):
+        Checkpoint.open(base)
+
+
+def test_a_tied_head_is_tied_to_the_embedding_among_tensors_that_look_alike(tmp_path):
+    weight = torch.ones(4, 2, dtype=torch.bfloat16)
+    names = ("lm_head.weight", "a.weight", "model.embed_tokens.weight")
+    write_tensors(tmp_path / "base", dict.fromkeys(names, weight))
+    values = dict(zip(names, (3.0, 4.0, 3.0), strict=True))
+    write_tensors(tmp_path / "agent", {name: weight * value for name, value in values.items()})
+    assert Checkpoint.open(tmp_path / "base").tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    register_agent(tmp_path / "registry", "math", str(tmp_path / "agent"), base_model=str(tmp_path / "base"))
+    restore_agent(tmp_path / "registry", "math", tmp_path / "back")
+    restored = read_model(tmp_path / "back")
+    assert {name: float(restored[name][0, 0]) for name in names} == values
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"alpha_pattern": {"(": 3}}, {"alpha_pattern": [1]}, {"lora_alpha": None}, {"lora_alpha": "4"}],
+    ids=str,
+)
+def test_an_adapter_configuration_with_unusable_values_is_refused(zoo, tmp_path, change):
+    base = zoo.base("llama")
+    adapter = tmp_path / "adapter"
+    shutil.copytree(zoo.adapter(base), adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UnsupportedModelError, match="the adapter's configuration has"):
+        register_agent(tmp_path / "registry", "tool", str(adapter), base_model=str(base))
+
+
+def write_tensors(folder, tensors):
+    folder.mkdir()
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))

@@ -103,6 +103,7 @@ def merge_agents(
         parse_size(max_shard_size)
         if output_dir is not None:
             check_output_dir(Path(output_dir))
+            registry.check_outside(Path(output_dir))
         return plan_merge(registry, agents, settings, base_model)
 
     plan = world.run(make_plan)
@@ -133,6 +134,7 @@ def merge_agents(
             local = world.run(lambda: merge_tensors(plan, names, factors, writer, world.device, advance))
             magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
             report = build_report(plan, counts, factors, magnitudes)
+            world.run(plan.check_unchanged)
             writer.close()
             world.run_on_main(lambda: _finish(plan, staged, report, Path(output_dir).absolute().name))
             # leaving the staged directory publishes it

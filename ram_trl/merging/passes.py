@@ -183,9 +183,13 @@ def _merge_block(
 
 
 def _in_range(name: str, exact: Tensor, rounded: Tensor) -> Tensor:
-    """Refuse values that float16 cannot hold; the other dtypes have float32's range."""
-    if rounded.dtype == torch.float16 != exact.dtype and not rounded.abs().amax().isfinite():
-        raise NonFiniteError(f"merged tensor {name!r} holds values beyond float16: choose another --output_dtype")
+    """Refuse to write NaN and infinity."""
+    if rounded.is_floating_point() and rounded.itemsize > 1 and not rounded.abs().amax().isfinite():
+        if exact.abs().amax().isfinite():
+            raise NonFiniteError(
+                f"merged tensor {name!r} has values beyond {rounded.dtype}: choose --output_dtype float32"
+            )
+        raise NonFiniteError(f"merged tensor {name!r} has NaN or infinity: look at the base, and at weights and r")
     return rounded
 
 

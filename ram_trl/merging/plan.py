@@ -1,6 +1,5 @@
 """The plan of a merge, made from headers and records alone. Whatever can be refused is refused here."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,8 @@ __all__ = ["OUTPUT_DTYPES", "ROUNDINGS", "MergePlan", "MergeSettings", "plan_mer
 
 OUTPUT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUNDINGS = ("nearest", "stochastic")
+# Beyond it float32 arithmetic would lose what it merges; no use is known.
+_LARGEST = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +50,13 @@ class MergeSettings:
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}")
         for name, value in (("r", self.r), ("alpha", self.alpha), ("epsilon", self.epsilon)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}={value} must be a finite number of at least 0")
+            if not 0 <= value <= _LARGEST:
+                raise ConfigError(f"{name}={value} must be a number from 0 to {_LARGEST:g}")
         for agent, weight in self.weights.items():
-            if not (math.isfinite(weight) and weight > 0):
+            if not 1 / _LARGEST <= weight <= _LARGEST:
                 raise ConfigError(
-                    f"weight {agent}={weight} must be a finite number above 0; leave the agent out instead"
+                    f"weight {agent}={weight} must be a number from {1 / _LARGEST:g} to {_LARGEST:g}; to give an "
+                    "agent no weight, leave it out"
                 )
 
 
@@ -103,6 +105,11 @@ class MergePlan:
             if lightest == rank:
                 names.append(info.name)
         return names
+
+    def check_unchanged(self) -> None:
+        """Refuse inputs that were written to since they were opened: what was checked is not what was merged."""
+        for source in (self.base, *self.vectors):
+            source.check_unchanged()
 
     def close(self) -> None:
         for vector in self.vectors:

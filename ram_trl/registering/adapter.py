@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import IncompatibleAgentError, UnsupportedModelError
-from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
+from ..storage.checkpoint import INPUT_EMBEDDINGS, OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import LoraRecord
 from ..storage.tensor_file import DTYPE_NAMES
 
@@ -21,7 +21,6 @@ __all__ = ["PREFIX", "AdapterLayer", "check_adapter_config", "check_targets", "c
 # PEFT's name of the wrapped model.
 PREFIX = "base_model.model."
 # Ends of the names of input embeddings.
-_EMBEDDINGS = ("embed_tokens.weight", ".wte.weight", "word_embeddings.weight", ".embed_in.weight")
 # Initialisations that leave the base's weights as they are.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _REFUSED_OPTIONS = {
@@ -75,6 +74,10 @@ def check_adapter_config(config: Mapping[str, Any]) -> None:
     for option, feature in _REFUSED_OPTIONS.items():
         if config.get(option):
             raise UnsupportedModelError(f"{feature} is not supported: {_CURE}")
+    alphas = {"lora_alpha": config.get("lora_alpha", 8), **_alpha_pattern(config)}
+    for name, alpha in alphas.items():
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) < 1e6:
+            raise UnsupportedModelError(f"the adapter's configuration has {name}={alpha!r}, which is no usable number")
     init = config.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
         raise UnsupportedModelError(
@@ -85,11 +88,21 @@ def check_adapter_config(config: Mapping[str, Any]) -> None:
 def config_scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     """PEFT's scaling of a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA; patterns by the module's name."""
     alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
+    for pattern, value in _alpha_pattern(config).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _alpha_pattern(config: Mapping[str, Any]) -> dict[str, Any]:
+    patterns = config.get("alpha_pattern") or {}
+    try:
+        for pattern in patterns.keys():
+            re.compile(pattern)
+    except (AttributeError, TypeError, re.error) as error:
+        raise UnsupportedModelError(f"the adapter's configuration has an unusable alpha_pattern: {error}") from error
+    return patterns
 
 
 def check_targets(names: Iterable[str], base: Checkpoint) -> None:
@@ -107,7 +120,7 @@ def check_targets(names: Iterable[str], base: Checkpoint) -> None:
         if name in base.tied or (name == OUTPUT_HEAD and name not in base.tensors):
             raise UnsupportedModelError(f"the adapter changes {name!r}, which the base ties to another: {_CURE}")
         head_is_tied = base.ties_embeddings and (bool(base.tied) or OUTPUT_HEAD not in base.tensors)
-        if head_is_tied and name.endswith(_EMBEDDINGS):
+        if head_is_tied and name.endswith(INPUT_EMBEDDINGS):
             # PEFT trains the embedding alone; in the merged model the output head would change with it.
             raise UnsupportedModelError(
                 f"the adapter changes {name!r}, which the base ties to its output head, and the head was trained "
@@ -189,6 +202,8 @@ def _complete(
     if record.factor_a is None or record.factor_b is None:
         raise IncompatibleAgentError(f"the adapter has only one of the two factors of {name!r}")
     shape_a, shape_b, expected = shapes[record.factor_a], shapes[record.factor_b], base.tensors[name].shape
+    if 0 in shape_a:
+        raise IncompatibleAgentError(f"the factors of {name!r} are empty")
     if len(shape_a) != 2 or len(shape_b) != 2:
         raise UnsupportedModelError(f"LoRA on a convolution ({name!r}) is not supported: {_CURE}")
     module, plain, flipped = name.removesuffix(".weight"), (shape_b[0], shape_a[1]), (shape_a[1], shape_b[0])

@@ -1,6 +1,7 @@
 """Registering an agent that is on disk: a checkpoint directory, a PEFT adapter directory, or a Hub id."""
 
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import BaseModelError, ConfigError, IncompatibleAgentError
+from ..arithmetic.codec import codec_dtype
+from ..errors import BaseModelError, ConfigError, IncompatibleAgentError, UnsupportedModelError
 from ..progress import Progress
 from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint, is_adapter
 from ..storage.durable import explain_os_errors, read_json
@@ -76,12 +78,19 @@ def register_agent(
     check_options(agent, snapshot_dtype, epsilon)
     # Refuse what can be refused before anything is created.
     trained = Checkpoint.open(model)
+    for info in trained.tensors.values():
+        if info.dtype.is_floating_point and codec_dtype(info.dtype, info.dtype) is None:
+            raise UnsupportedModelError(
+                f"tensor {info.name!r} of the agent is {info.dtype}: save the agent in bfloat16, float16 or float32"
+            )
     adapter = is_adapter(trained.path)
     if base_model is None and adapter:
         base_model = read_json(trained.path / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if base_model is None:
+    if not isinstance(base_model, str | os.PathLike):
         raise BaseModelError("no base model was named: pass --base_model (a directory or a Hub id)")
     base = Checkpoint.open(base_model, revision)
+    if not any(codec_dtype(info.dtype, torch.float32) and info.numel for info in base.tensors.values()):
+        raise BaseModelError(f"{base.name} has no parameter in bfloat16, float16 or float32")
     registry = AgentRegistry(registry)
     with registry.stage(agent) as staged:
         if adapter:

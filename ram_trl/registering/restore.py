@@ -10,7 +10,7 @@ from ..errors import CorruptedFileError
 from ..progress import Progress
 from ..storage.base_model import check_base_tensor, open_recorded_base
 from ..storage.checkpoint import Checkpoint, CheckpointWriter, copy_model_files, parse_size, plan_shards
-from ..storage.durable import output_dir_stage
+from ..storage.durable import check_output_dir, output_dir_stage
 from ..storage.manifest import TensorRecord
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.tensor_file import DTYPES, TensorInfo, tensor_bytes
@@ -51,7 +51,10 @@ def restore_agent(
     Raises:
         CorruptedFileError: if what comes out is not what was registered.
     """
-    registered = AgentRegistry(registry).get(agent)
+    registry = AgentRegistry(registry)
+    registered = registry.get(agent)
+    check_output_dir(Path(output_dir))
+    registry.check_outside(Path(output_dir))
     shard_bytes = parse_size(max_shard_size)
     with output_dir_stage(Path(output_dir)) as staged:
         registered.verify()
@@ -73,6 +76,8 @@ def restore_agent(
             done += info.nbytes
             if progress:
                 progress("restore", done, total)
+        base.check_unchanged()
+        task_vector.check_unchanged()
         writer.close()
         task_vector.close()
         dtypes = {info.dtype for info in infos if info.dtype.is_floating_point}

@@ -138,7 +138,9 @@ class FullSnapshot:
         """
         for name, digest in self._extra_digests.items():
             # A tied head that was saved beside the embedding says nothing new.
-            if digest not in self._agent_digests.values():
+            tied_to = self._base.tied.get(name)
+            originals = [self._agent_digests.get(tied_to)] if tied_to else self._agent_digests.values()
+            if digest not in originals:
                 raise IncompatibleAgentError(
                     f"the agent has its own {name!r}, which the base {self._base.name} ties to its embeddings: untie "
                     "the base, save it, and train from that"

@@ -19,6 +19,7 @@ __all__ = ["Checkpoint", "CheckpointWriter", "copy_model_files", "is_adapter", "
 
 # The only tensor that transformers' decoder models tie.
 OUTPUT_HEAD = "lm_head.weight"
+INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -53,6 +54,7 @@ class Checkpoint:
         self.name, self.revision = name or str(path), revision
         self.config = read_json(self.path / "config.json") if (self.path / "config.json").exists() else {}
         self._file_of: dict[str, TensorFile] = {}
+        self._promised: set[str] = set()
         self.tensors: dict[str, TensorInfo] = {}
         for file_name in self._weight_files():
             file = TensorFile(self.path / file_name)
@@ -61,6 +63,8 @@ class Checkpoint:
                     raise CorruptedFileError(f"{self.path}: tensor {info.name!r} is in two files")
                 self.tensors[info.name] = info
                 self._file_of[info.name] = file
+        if missing := sorted(self._promised - set(self.tensors)):
+            raise CorruptedFileError(f"{self.path / INDEX} promises tensor {missing[0]!r}, which no file holds")
 
     @classmethod
     def open(cls, name_or_path: str | os.PathLike, revision: str | None = None) -> "Checkpoint":
@@ -85,10 +89,16 @@ class Checkpoint:
         """BLAKE3 of a tensor's bytes, hexadecimal."""
         return self._file_of[name].digest(name)
 
+    def check_unchanged(self) -> None:
+        """Refuse weights that were written to since they were opened."""
+        for file in set(self._file_of.values()):
+            file.check_unchanged()
+
     @property
     def ties_embeddings(self) -> bool:
         """Whether the configuration ties the output head to the input embeddings (transformers' default)."""
-        text_config = self.config.get("text_config", {})
+        text_config = self.config.get("text_config")
+        text_config = text_config if isinstance(text_config, dict) else {}
         return self.config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", True)) is not False
 
     @functools.cached_property
@@ -97,9 +107,11 @@ class Checkpoint:
         if not self.ties_embeddings or OUTPUT_HEAD not in self.tensors:
             return {}
         head = self.tensors[OUTPUT_HEAD]
-        for info in self.tensors.values():
-            alike = info.name != head.name and (info.shape, info.dtype) == (head.shape, head.dtype)
-            if alike and self.digest(info.name) == self.digest(head.name):
+        alike = [info for info in self.tensors.values() if (info.shape, info.dtype) == (head.shape, head.dtype)]
+        # Several can be equal, in a model that was never trained: then it is the embedding.
+        alike.sort(key=lambda info: not info.name.endswith(INPUT_EMBEDDINGS))
+        for info in alike:
+            if info.name != head.name and self.digest(info.name) == self.digest(head.name):
                 return {head.name: info.name}
         return {}
 
@@ -112,6 +124,7 @@ class Checkpoint:
             weight_map = read_json(self.path / INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
                 raise CorruptedFileError(f"{self.path / INDEX} has no usable weight_map")
+            self._promised = set(weight_map)
             names = sorted(set(weight_map.values()))
             for name in names:
                 if os.path.basename(name) != name or not name.endswith(".safetensors"):
@@ -203,7 +216,7 @@ def plan_shards(infos: Iterable[TensorInfo], max_shard_size: int) -> list[list[T
 
 def parse_size(size: str | int) -> int:
     """Bytes of a size like `"5GB"` (powers of ten, as in transformers) or `"512MiB"`."""
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(size).strip())
+    match = re.fullmatch(r"(\d{1,18})\s*([A-Za-z]*)", str(size).strip())
     if not match or match[2].upper() not in _SIZE_UNITS or int(match[1]) == 0:
         raise ConfigError(f"{size!r} is not a size: write it like 5GB or 500MB")
     return int(match[1]) * _SIZE_UNITS[match[2].upper()]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ..errors import CorruptedFileError, OutputExistsError, RamTrlError, StorageError
+from ..errors import ConfigError, CorruptedFileError, OutputExistsError, RamTrlError, StorageError
 
 
 __all__ = [
@@ -134,8 +134,12 @@ def check_output_dir(path: Path) -> None:
     Raises:
         OutputExistsError: if it exists and is not an empty directory.
     """
+    if "\0" in str(path) or not _is_text(str(path)):
+        raise ConfigError(f"{str(path)!r} is not a name for a directory")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise OutputExistsError(f"{path} exists and is not an empty directory: choose another --output_dir")
+    if path.resolve() == Path.cwd():
+        raise OutputExistsError(f"{path} is the working directory: name a directory inside of it as --output_dir")
     # The finished directory takes its name by a rename, which can replace neither a link nor a mount.
     if path.is_symlink() or os.path.ismount(path):
         raise OutputExistsError(f"{path} is a link or a mount point: choose a directory inside of it as --output_dir")
@@ -173,6 +177,14 @@ def digest_file(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             hasher.update(block)
     return hasher.hexdigest()
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sync_file(path: str) -> None:

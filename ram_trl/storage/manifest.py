@@ -183,7 +183,9 @@ class Manifest:
                 "pip install --upgrade ram_trl"
             )
         content = dict(content)
-        if content.pop("digest", None) != _digest(content):
+        if "digest" not in content:
+            raise CorruptedFileError(f"{where} has no digest: register the agent again")
+        if content.pop("digest") != _digest(content):
             raise CorruptedFileError(f"{where} is not what was registered: its digest differs")
         if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(content)):
             raise CorruptedFileError(f"{where} is not a manifest: it lacks {', '.join(missing)}")

@@ -16,12 +16,13 @@ import contextlib
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import AgentNotFoundError, CorruptedFileError, InvalidNameError, StorageError
+from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError, InvalidNameError, StorageError
 from .durable import (
     STAGING_PREFIX,
     digest_file,
@@ -181,6 +182,15 @@ class AgentRegistry:
             raise CorruptedFileError(f"{path / MANIFEST} is not the manifest of agent {name!r}")
         return RegisteredAgent(name, numbers[-1], path, manifest)
 
+    def check_outside(self, path: Path) -> None:
+        """Refuse to write something else into the registry.
+
+        Raises:
+            ConfigError: if `path` is inside of it.
+        """
+        if self.path.resolve() in (path.resolve(), *path.resolve().parents):
+            raise ConfigError(f"{path} is inside the registry {self.path}: choose another --output_dir")
+
     def check_writable(self) -> None:
         """Create the registry if need be and try to write in it.
 
@@ -229,10 +239,13 @@ class AgentRegistry:
             for number in numbers:
                 path = self._version_dir(name, number)
                 path.with_name(f"{path.name}.removed").touch()
-                hidden = path.with_name(f"{STAGING_PREFIX}removed-{path.name}")
+                hidden = path.with_name(f"{STAGING_PREFIX}{uuid.uuid4().hex}")
                 path.rename(hidden)
                 sync_dir(path.parent)
-                shutil.rmtree(hidden)
+                if hidden.is_dir() and not hidden.is_symlink():
+                    shutil.rmtree(hidden)
+                else:
+                    hidden.unlink()
         return [f"{name}@v{number}" for number in numbers]
 
     def _find(self, spec: str) -> tuple[str, list[int]]:

@@ -152,6 +152,16 @@ class TensorFile:
             offset += count
         return data
 
+    def check_unchanged(self) -> None:
+        """Refuse a file that was written to since it was opened.
+
+        Raises:
+            CorruptedFileError: if its size or time of modification differ.
+        """
+        status = os.fstat(self._fd)
+        if (status.st_size, status.st_mtime_ns) != self._state:
+            raise CorruptedFileError(f"{self.path} was changed while it was being read: leave it alone and try again")
+
     def digest(self, name: str) -> str:
         """BLAKE3 of the tensor's bytes, hexadecimal."""
         info, hasher = self.tensors[name], blake3()
@@ -161,6 +171,7 @@ class TensorFile:
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, TensorInfo]]:
         status = os.fstat(self._fd)
+        self._state = (status.st_size, status.st_mtime_ns)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"{self.path} is not a regular file")
         if status.st_size < 8:
