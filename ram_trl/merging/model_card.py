@@ -34,7 +34,7 @@ averaged, parameters that one agent changed are kept{rescaled}.
 - A parameter counts as changed when it differs from the base by more than epsilon = {epsilon:g}.
 - rho = shared / unique. An agent's unique changes are multiplied by its weight and lambda; "effective" is lambda as it
   came out after rounding to the dtype of these weights. Shared changes are averaged by weight.
-- Of {total:,} parameters, {overlap} of the agents.
+- Parameters by the number of agents that changed them: {overlap}; {total:,} in all.
 {warnings}
 ## How to use
 
@@ -76,9 +76,7 @@ def model_card(report: dict[str, Any], title: str) -> str:
         *(f"- {tag}" for tag in ("merge", "ram", "reinforcement-learning", "trl", "ram_trl")),
     ]
     rescaled = ", rescaled by how much of the agent was shared" if report["method"].startswith("ram_plus") else ""
-    overlap = ", ".join(
-        f"{count:,} were changed by {number or 'none'}" for number, count in enumerate(report["overlap_histogram"])
-    )
+    overlap = ", ".join(f"{count:,} by {number or 'none'}" for number, count in enumerate(report["overlap_histogram"]))
     return _CARD.format(
         front_matter="\n".join(front_matter),
         title=title,
