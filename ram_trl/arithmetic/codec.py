@@ -14,10 +14,23 @@ from torch import Tensor
 from ..errors import CorruptedFileError
 
 
-__all__ = ["FRAME_NUMEL", "codec_dtype", "decode_frame", "encode_frame", "from_ordered", "num_frames", "to_ordered"]
+__all__ = [
+    "DTYPE_OPTIONS",
+    "FRAME_NUMEL",
+    "codec_dtype",
+    "decode_frame",
+    "encode_frame",
+    "from_ordered",
+    "is_mergeable",
+    "num_frames",
+    "to_ordered",
+]
 
 # A frame decodes on its own. 2**18 elements keep a tile of float32 at 1 MiB, within a core's cache.
 FRAME_NUMEL = 2**18
+
+# What an option that names a dtype can say; "auto" leaves it to the data.
+DTYPE_OPTIONS = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _LEVEL = 1
 _ESCAPE = -128
@@ -29,6 +42,11 @@ def codec_dtype(base: torch.dtype, agent: torch.dtype) -> torch.dtype | None:
     if base not in _INTEGER or agent not in _INTEGER:
         return None
     return base if base == agent else torch.float32
+
+
+def is_mergeable(dtype: torch.dtype) -> bool:
+    """Whether parameters of this dtype can be merged: bfloat16, float16, float32."""
+    return dtype in _INTEGER
 
 
 def num_frames(numel: int) -> int:

@@ -157,8 +157,7 @@ def _finish(plan: MergePlan, staged: Path, report: dict[str, Any], title: str) -
     """Check what was written and add everything that is not a weight."""
     for path in staged.glob("*.safetensors"):
         TensorFile(path).close()
-    dtypes = {info.dtype for info in plan.outputs if info.dtype.is_floating_point}
-    copy_model_files(plan.base.path, staged, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+    copy_model_files(plan.base.path, staged, plan.outputs)
     write_json(staged / "merge_report.json", report)
     (staged / "README.md").write_text(model_card(report, title), encoding="utf-8")
 

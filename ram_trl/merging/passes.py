@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arithmetic.codec import codec_dtype
+from ..arithmetic.codec import is_mergeable
 from ..arithmetic.ram import (
     OverlapCounts,
     TileUpdate,
@@ -97,7 +97,7 @@ def probe_tensors(
         if block.name in plan.touched_by:
             for _, base, updates in _tiles(plan, block, plan.settings.epsilon, device):
                 count_overlaps(updates, base.numel(), counts)
-        elif codec_dtype(plan.base.tensors[block.name].dtype, torch.float32) is not None:
+        elif is_mergeable(plan.base.tensors[block.name].dtype):
             count_overlaps([], block.stop - block.start, counts)
         return counts
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..arithmetic.codec import codec_dtype
+from ..arithmetic.codec import DTYPE_OPTIONS, is_mergeable
 from ..arithmetic.ram import METHODS
 from ..errors import ConfigError, CorruptedFileError
 from ..storage.base_model import check_same_base, open_recorded_base
@@ -16,9 +16,8 @@ from ..storage.tensor_file import TensorInfo
 from ..task_vector import TaskVector, open_task_vector
 
 
-__all__ = ["OUTPUT_DTYPES", "ROUNDINGS", "MergePlan", "MergeSettings", "plan_merge"]
+__all__ = ["ROUNDINGS", "MergePlan", "MergeSettings", "plan_merge"]
 
-OUTPUT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUNDINGS = ("nearest", "stochastic")
 # Beyond it float32 arithmetic would lose what it merges; no use is known.
 _LARGEST = 1e6
@@ -44,7 +43,7 @@ class MergeSettings:
     def __post_init__(self):
         for name, value, choices in (
             ("method", self.method, METHODS),
-            ("output_dtype", self.output_dtype, OUTPUT_DTYPES),
+            ("output_dtype", self.output_dtype, DTYPE_OPTIONS),
             ("rounding", self.rounding, ROUNDINGS),
         ):
             if value not in choices:
@@ -152,7 +151,7 @@ def plan_merge(
     touched_by: dict[str, list[int]] = {}
     for position, vector in enumerate(vectors):
         for name in vector.changed_tensors:
-            if name not in records or codec_dtype(base.tensors[name].dtype, torch.float32) is None:
+            if name not in records or not is_mergeable(base.tensors[name].dtype):
                 raise CorruptedFileError(f"agent {vector.agent} changes {name!r}, which is no parameter of the base")
             touched_by.setdefault(name, []).append(position)
     outputs = [
@@ -185,5 +184,5 @@ def _weights(agents: list[RegisteredAgent], weights: Mapping[str, float]) -> lis
 
 
 def _output_dtype(base: torch.dtype, output_dtype: str) -> torch.dtype:
-    wanted = OUTPUT_DTYPES[output_dtype]
-    return base if wanted is None or codec_dtype(base, torch.float32) is None else wanted
+    wanted = DTYPE_OPTIONS[output_dtype]
+    return base if wanted is None or not is_mergeable(base) else wanted

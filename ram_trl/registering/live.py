@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from ..arithmetic.codec import DTYPE_OPTIONS
 from ..distributed import World, is_sharded
 from ..errors import IncompatibleAgentError, StorageError
 from ..progress import Progress
@@ -38,7 +39,7 @@ from .live_model import (
     save_adapter,
     unwrap,
 )
-from .register import SNAPSHOT_DTYPES, build_manifest, write_lora_records
+from .register import build_manifest, write_lora_records
 from .snapshot import AgentTensor, FullSnapshot, check_finite, check_tensors
 
 
@@ -163,7 +164,7 @@ class LiveRegistration:
         executed_in: torch.dtype | None,
         progress: Progress | None,
     ) -> Manifest | None:
-        dtype = SNAPSHOT_DTYPES[self.snapshot_dtype]
+        dtype = DTYPE_OPTIONS[self.snapshot_dtype]
         if self.snapshot_dtype == "auto" and executed_in in self.base_dtypes:
             dtype = executed_in
         with contextlib.ExitStack() as stack:

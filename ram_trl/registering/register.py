@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..arithmetic.codec import codec_dtype
+from ..arithmetic.codec import DTYPE_OPTIONS, is_mergeable
 from ..errors import BaseModelError, ConfigError, IncompatibleAgentError, UnsupportedModelError
 from ..progress import Progress
 from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint, is_adapter
@@ -31,10 +31,7 @@ from .adapter import map_adapter
 from .snapshot import AgentTensor, FullSnapshot, base_records, check_finite, total_parameters
 
 
-__all__ = ["SNAPSHOT_DTYPES", "build_manifest", "check_options", "register_agent", "write_lora_records"]
-
-# What `snapshot_dtype` can say.
-SNAPSHOT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+__all__ = ["build_manifest", "check_options", "register_agent", "write_lora_records"]
 
 
 def register_agent(
@@ -79,7 +76,7 @@ def register_agent(
     # Refuse what can be refused before anything is created.
     trained = Checkpoint.open(model)
     for info in trained.tensors.values():
-        if info.dtype.is_floating_point and codec_dtype(info.dtype, info.dtype) is None:
+        if info.dtype.is_floating_point and not is_mergeable(info.dtype):
             raise UnsupportedModelError(
                 f"tensor {info.name!r} of the agent is {info.dtype}: save the agent in bfloat16, float16 or float32"
             )
@@ -89,14 +86,14 @@ def register_agent(
     if not isinstance(base_model, str | os.PathLike):
         raise BaseModelError("no base model was named: pass --base_model (a directory or a Hub id)")
     base = Checkpoint.open(base_model, revision)
-    if not any(codec_dtype(info.dtype, torch.float32) and info.numel for info in base.tensors.values()):
+    if not any(is_mergeable(info.dtype) and info.numel for info in base.tensors.values()):
         raise BaseModelError(f"{base.name} has no parameter in bfloat16, float16 or float32")
     registry = AgentRegistry(registry)
     with registry.stage(agent) as staged:
         if adapter:
             manifest = _copy_adapter(staged, trained, base, progress)
         else:
-            manifest = _write_deltas(staged, trained, base, SNAPSHOT_DTYPES[snapshot_dtype], epsilon, progress)
+            manifest = _write_deltas(staged, trained, base, DTYPE_OPTIONS[snapshot_dtype], epsilon, progress)
         manifest.agent, manifest.training = agent, {"model": trained.name, **(training or {})}
         return registry.commit(staged, manifest)
 
@@ -109,8 +106,8 @@ def check_options(agent: str, snapshot_dtype: str, epsilon: float) -> None:
         ConfigError: if the dtype is unknown or epsilon is not a finite number of at least 0.
     """
     check_agent_name(agent)
-    if snapshot_dtype not in SNAPSHOT_DTYPES:
-        raise ConfigError(f"snapshot_dtype={snapshot_dtype!r} is not one of {', '.join(SNAPSHOT_DTYPES)}")
+    if snapshot_dtype not in DTYPE_OPTIONS:
+        raise ConfigError(f"snapshot_dtype={snapshot_dtype!r} is not one of {', '.join(DTYPE_OPTIONS)}")
     if not (math.isfinite(epsilon) and epsilon >= 0):
         raise ConfigError(f"epsilon={epsilon} must be a finite number of at least 0")
 

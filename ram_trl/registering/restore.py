@@ -80,8 +80,7 @@ def restore_agent(
         task_vector.check_unchanged()
         writer.close()
         task_vector.close()
-        dtypes = {info.dtype for info in infos if info.dtype.is_floating_point}
-        copy_model_files(base.path, staged, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+        copy_model_files(base.path, staged, infos)
     return registered
 
 

@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ..arithmetic.codec import codec_dtype, encode_frame
+from ..arithmetic.codec import codec_dtype, encode_frame, is_mergeable
 from ..arithmetic.select import select
 from ..errors import ConfigError, IncompatibleAgentError, NonFiniteError, UnsupportedModelError
 from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
@@ -120,7 +120,7 @@ class FullSnapshot:
             raise UnsupportedModelError(
                 f"tensor {info.name!r} of the agent is {tensor.dtype}: save the agent in bfloat16, float16 or float32"
             )
-        elif codec_dtype(info.dtype, info.dtype) is None:
+        elif not is_mergeable(info.dtype):
             self._records.update(base_records(self._base, [info.name]))
             if _digest(tensor) != self._records[info.name].base:
                 raise UnsupportedModelError(f"tensor {info.name!r} changed, but {info.dtype} cannot be merged")
@@ -251,9 +251,7 @@ def base_records(base: Checkpoint, names: Iterable[str]) -> dict[str, TensorReco
 def total_parameters(records: dict[str, TensorRecord]) -> int:
     """Number of parameters that can be merged (bfloat16, float16, float32), tied ones once."""
     return sum(
-        record.numel
-        for record in records.values()
-        if record.tied_to is None and codec_dtype(DTYPES[record.dtype], torch.float32) is not None
+        record.numel for record in records.values() if record.tied_to is None and is_mergeable(DTYPES[record.dtype])
     )
 
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..errors import BaseModelError, ConfigError, CorruptedFileError, UnsupportedModelError
@@ -110,8 +109,9 @@ class Checkpoint:
         alike = [info for info in self.tensors.values() if (info.shape, info.dtype) == (head.shape, head.dtype)]
         # Several can be equal, in a model that was never trained: then it is the embedding.
         alike.sort(key=lambda info: not info.name.endswith(INPUT_EMBEDDINGS))
+        digest = self.digest(head.name)
         for info in alike:
-            if info.name != head.name and self.digest(info.name) == self.digest(head.name):
+            if info.name != head.name and self.digest(info.name) == digest:
                 return {head.name: info.name}
         return {}
 
@@ -222,7 +222,7 @@ def parse_size(size: str | int) -> int:
     return int(match[1]) * _SIZE_UNITS[match[2].upper()]
 
 
-def copy_model_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+def copy_model_files(source: Path, target: Path, weights: Iterable[TensorInfo]) -> None:
     """Copy configuration, tokenizer and chat template, everything but weights.
 
     Args:
@@ -230,8 +230,8 @@ def copy_model_files(source: Path, target: Path, dtype: torch.dtype | None = Non
             Model directory.
         target (`Path`):
             Directory to copy to.
-        dtype (`torch.dtype`, *optional*):
-            If set, the dtype that the copied `config.json` declares.
+        weights (`Iterable[TensorInfo]`):
+            Weights in the target. If they are of one floating dtype, the copied `config.json` declares it.
     """
     for pattern in _MODEL_FILES:
         for file in source.glob(pattern):
@@ -239,10 +239,11 @@ def copy_model_files(source: Path, target: Path, dtype: torch.dtype | None = Non
                 destination = target / file.relative_to(source)
                 destination.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, destination)
-    if dtype is not None and (target / "config.json").exists():
+    dtypes = {info.dtype for info in weights if info.dtype.is_floating_point}
+    if len(dtypes) == 1 and (target / "config.json").exists():
         config = read_json(target / "config.json")
         config.pop("torch_dtype", None)
-        write_json(target / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+        write_json(target / "config.json", {**config, "dtype": str(dtypes.pop()).removeprefix("torch.")})
 
 
 def is_adapter(path: Path) -> bool:
