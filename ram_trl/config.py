@@ -65,6 +65,10 @@ class MergeConfig:
         default="nearest", metadata={"help": "nearest, or stochastic (keeps small rescaled updates)."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of stochastic rounding."})
+    engine: str = field(
+        default="auto",
+        metadata={"help": "auto, compiled (loops for the CPU) or eager (torch, on a GPU if there is one)."},
+    )
     max_shard_size: str = field(default="5GB", metadata={"help": "Largest size of a weight file."})
     probe_only: bool = field(default=False, metadata={"help": "Count overlaps and print the report; write nothing."})
     cpu: bool = field(default=False, metadata={"help": "Compute on the CPU even if there is a GPU."})

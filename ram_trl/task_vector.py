@@ -1,28 +1,40 @@
-"""Floor 2, the only place where arithmetic meets storage: a registered agent as a source of float32 deltas, in tiles.
+"""Floor 2, the only place where arithmetic meets storage: a registered agent as a source of changes, in tiles.
 
 A full fine-tune and a LoRA adapter look the same from here: [`open_task_vector`] gives an object that knows which
 tensors the agent changed and what it makes of any tile of them.
 """
 
 import functools
+import itertools
+from enum import IntEnum
 
+import numpy as np
 from torch import Tensor
 
-from .arithmetic.codec import FRAME_NUMEL, decode_frame
+from .arithmetic.codec import DEFAULT_EPSILON, TILE_NUMEL, EncodedLayer, Layer, apply_layer, is_finite
 from .arithmetic.lora import LoraFactors, lora_delta, visible_delta
+from .arithmetic.masks import decode_mask, pack_bits
 from .arithmetic.ram import TileUpdate
+from .arithmetic.tile import PackedUpdate
 from .errors import CorruptedFileError, NonFiniteError
 from .storage.registry import RegisteredAgent
 from .storage.tensor_file import DTYPES, TensorFile
+from .threads import Scratch
 
 
-__all__ = ["CODES", "FRAMES", "TILE_NUMEL", "FullTaskVector", "LoraTaskVector", "TaskVector", "open_task_vector"]
+__all__ = ["DELTA_PREFIX", "ENDS_PREFIX", "FullTaskVector", "LoraTaskVector", "Part", "TaskVector", "open_task_vector"]
 
-# Names in delta.safetensors: the frames of a tensor, and where each of them ends.
-CODES, FRAMES = "codes/", "frames/"
+# Names in delta.safetensors: the encoded tiles of a tensor, and where each part of each tile ends.
+DELTA_PREFIX, ENDS_PREFIX = "delta/", "ends/"
 
-# A tile is one frame of the codec, for every agent and device: results do not depend on how work is shared out.
-TILE_NUMEL = FRAME_NUMEL
+
+class Part(IntEnum):
+    """What a tile in delta.safetensors consists of, in this order."""
+
+    LARGE_MASK = 0
+    LARGE_CODES = 1
+    SMALL_MASK = 2
+    SMALL_CODES = 3
 
 
 class TaskVector:
@@ -49,7 +61,40 @@ class TaskVector:
         """Names of the base's tensors in which the agent has a delta."""
         raise NotImplementedError
 
-    def tile(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
+    def stores_masks(self, epsilon: float) -> bool:
+        """Whether [`mask`] for this epsilon is stored, and needs no base."""
+        return False
+
+    def mask(self, name: str, start: int, numel: int, base: Tensor | None, epsilon: float) -> np.ndarray | None:
+        """Mask of equation 1 of one tile.
+
+        Args:
+            name (`str`):
+                A tensor among [`changed_tensors`].
+            start (`int`):
+                Index of the tile's first element in the flattened tensor, a multiple of `TILE_NUMEL`.
+            numel (`int`):
+                Number of elements of the tile.
+            base (`Tensor`, *optional*):
+                The tile of the base model, in the base's dtype, flat, on the CPU; needed unless [`stores_masks`].
+            epsilon (`float`):
+                Threshold.
+
+        Returns:
+            `np.ndarray`: bitmap, uint8, valid until this thread asks for the agent's next tile; `None` if nothing is
+            changed in the tile.
+
+        Raises:
+            NonFiniteError: if the agent has NaN or infinity there, and the values were read.
+        """
+        update = self.update(0, name, start, base)
+        if update is None:
+            return None
+        if not is_finite(update.delta):
+            raise self.diverged(name)
+        return pack_bits((update.delta.abs() > epsilon).numpy())
+
+    def update(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
         """The agent's parameters in one tile.
 
         Args:
@@ -64,56 +109,100 @@ class TaskVector:
 
         Returns:
             [`~ram_trl.arithmetic.ram.TileUpdate`], on the CPU, or `None` if nothing is changed in the tile.
-
-        Raises:
-            NonFiniteError: if the agent has NaN or infinity there.
         """
         raise NotImplementedError
 
+    def packed_update(
+        self, position: int, name: str, start: int, base: Tensor, epsilon: float
+    ) -> PackedUpdate | TileUpdate | None:
+        """What [`update`] gives, as it is stored if that suffices for changes above `epsilon`."""
+        return self.update(position, name, start, base)
+
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor | None:
-        """The agent's own values in one tile, to restore it; `None` if they are the base's. Arguments as [`tile`]."""
+        """The agent's own values in one tile, to restore it, or `None` for the base's. Arguments as [`update`]."""
         raise NotImplementedError
 
-    def _update(self, position: int, name: str, value: Tensor, delta: Tensor) -> TileUpdate:
-        # The largest magnitude is NaN or infinite if any element is: one pass.
-        if not delta.abs().amax().isfinite():
-            raise NonFiniteError(f"agent {self.agent} holds NaN or infinity in tensor {name!r}: its training diverged")
-        return TileUpdate(position, value, delta)
+    def diverged(self, name: str) -> NonFiniteError:
+        """The error to raise when the agent is not finite in a tensor."""
+        return NonFiniteError(f"agent {self.agent} holds NaN or infinity in tensor {name!r}: its training diverged")
 
 
 class FullTaskVector(TaskVector):
-    """A full fine-tune: ULP differences from the base, in frames."""
+    """A full fine-tune: differences from the base, tile by tile."""
 
     def __init__(self, agent: RegisteredAgent):
         super().__init__(agent)
-        self._ends: dict[str, list[int]] = {}
-        self._stored_dtypes = {
-            name: DTYPES[record.stored] for name, record in agent.tensors().items() if record.stored is not None
-        }
+        self._ends: dict[str, np.ndarray] = {}
+        self._scratch = Scratch()
+        self._records = {name: record for name, record in agent.tensors().items() if record.stored is not None}
+        for name, record in self._records.items():
+            if record.stored not in (record.dtype, "F32"):
+                raise CorruptedFileError(f"agent {agent}: {name!r} is stored as {record.stored} over {record.dtype}")
+        self._dtypes = {name: DTYPES[record.stored] for name, record in self._records.items()}
 
     @property
     def changed_tensors(self) -> set[str]:
-        return set(self._stored_dtypes)
+        return set(self._records)
 
-    def tile(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
+    def stores_masks(self, epsilon: float) -> bool:
+        return epsilon == DEFAULT_EPSILON
+
+    def mask(self, name: str, start: int, numel: int, base: Tensor | None, epsilon: float) -> np.ndarray | None:
+        if not self.stores_masks(epsilon):
+            return super().mask(name, start, numel, base, epsilon)
+        data = self._read(name, start, Part.LARGE_MASK, Part.LARGE_MASK)[0]
+        return decode_mask(data, numel) if data else None
+
+    def update(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
         stored = self.agent_tile(name, start, base)
         if stored is None:
             return None
         value = stored.float()
-        return self._update(position, name, value, value - base.float())
+        return TileUpdate(position, value, value - base.float())
+
+    def packed_update(
+        self, position: int, name: str, start: int, base: Tensor, epsilon: float
+    ) -> PackedUpdate | TileUpdate | None:
+        if epsilon < DEFAULT_EPSILON or self._dtypes[name].itemsize != 2:
+            return self.update(position, name, start, base)
+        layer = self._layer(name, start, base.numel(), Part.LARGE_MASK)
+        return PackedUpdate(position, layer) if layer else None
 
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor | None:
+        values = None
+        for part in (Part.LARGE_MASK, Part.SMALL_MASK):
+            layer = self._layer(name, start, base.numel(), part)
+            if layer is not None:
+                # a copy, in which the layers are added one after the other
+                values = base.to(self._dtypes[name], copy=True) if values is None else values
+                apply_layer(values, layer)
+        return values
+
+    def _layer(self, name: str, start: int, numel: int, mask: Part) -> Layer | None:
+        encoded = EncodedLayer(*self._read(name, start, mask, Part(mask + 1)))
+        return encoded.decode(numel, self._dtypes[name].itemsize) if encoded.mask else None
+
+    def _read(self, name: str, start: int, first: Part, last: Part) -> list[memoryview]:
+        """Some successive parts of a tile, valid until this thread reads the next."""
+        ends = self._tile_ends(name)
+        index = start // TILE_NUMEL * len(Part) + first
+        bounds = ends[index : index + last - first + 2].tolist()
+        data = self._scratch.take(bounds[-1] - bounds[0])
+        self._file.read_into(self._file.tensors[DELTA_PREFIX + name].offset + bounds[0], data)
+        view = memoryview(data)
+        return [view[begin - bounds[0] : end - bounds[0]] for begin, end in itertools.pairwise(bounds)]
+
+    def _tile_ends(self, name: str) -> np.ndarray:
+        """Where the parts of all tiles begin and end, one after another."""
         ends = self._ends.get(name)
         if ends is None:
-            ends = self._ends[name] = self._file.read(FRAMES + name).tolist()
-        frame_number, info = start // FRAME_NUMEL, self._file.tensors[CODES + name]
-        begin, end = (ends[frame_number - 1] if frame_number else 0), ends[frame_number]
-        if not 0 <= begin <= end <= info.nbytes:
-            raise CorruptedFileError(f"agent {self.agent}: tensor {name!r} has frames outside its bytes")
-        if begin == end:
-            return None
-        frame = bytes(self._file.read_bytes(info.offset + begin, end - begin))
-        return decode_frame(frame, base.to(self._stored_dtypes[name]))
+            ends = np.concatenate([[0], self._file.read(ENDS_PREFIX + name).numpy()])
+            info = self._file.tensors[DELTA_PREFIX + name]
+            num_tiles = -(-self._records[name].numel // TILE_NUMEL)
+            if len(ends) != 1 + num_tiles * len(Part) or (ends[1:] < ends[:-1]).any() or ends[-1] != info.nbytes:
+                raise CorruptedFileError(f"agent {self.agent}: tensor {name!r} has tiles outside its bytes")
+            self._ends[name] = ends
+        return ends
 
 
 class LoraTaskVector(TaskVector):
@@ -132,7 +221,7 @@ class LoraTaskVector(TaskVector):
     def changed_tensors(self) -> set[str]:
         return set(self._map)
 
-    def tile(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
+    def update(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
         stop = start + base.numel()
         replaced_by = self._map[name].replaced_by
         if replaced_by is not None:
@@ -141,10 +230,10 @@ class LoraTaskVector(TaskVector):
         else:
             delta = visible_delta(lora_delta(self._factors_of(name), start, stop), base)
             value = base.float() + delta
-        return self._update(position, name, value, delta)
+        return TileUpdate(position, value, delta)
 
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor:
-        return self.tile(0, name, start, base).value.to(base.dtype)
+        return self.update(0, name, start, base).value.to(base.dtype)
 
     def _read_factors(self, name: str) -> LoraFactors:
         record = self._map[name]

@@ -19,7 +19,7 @@ HEAVY = ("accelerate", "datasets", "deepspeed", "peft", "torch", "transformers",
 
 # Who may know whom. A name ending in a dot is a package with all its modules.
 GROUND = ("errors", "version")
-ARITHMETIC = (*GROUND, "arithmetic.")
+ARITHMETIC = (*GROUND, "threads", "arithmetic.")
 STORAGE = (*GROUND, "storage.")
 MIDDLE = (*GROUND, "arithmetic.", "storage.", "task_vector", "distributed")
 EVERYTHING_BELOW_THE_ROOF = (

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_average, oracle_lambda, oracle_merge
+from tiles import DTYPES, ENGINES, bits, computed_by
 
+from ram_trl.arithmetic.masks import pack_bits
 from ram_trl.arithmetic.ram import (
     METHODS,
     OverlapCounts,
@@ -25,7 +27,13 @@ from ram_trl.arithmetic.ram import (
 
 EPSILON = 1e-5
 RESCALING = [method for method in METHODS if method != "average"]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(scope="module", autouse=True, params=ENGINES)
+def engine(request):
+    """Overlaps are counted by either."""
+    with computed_by(request.param):
+        yield
 
 
 def make_model(seed, num_agents, shapes, dtype, epsilon, density=0.5, lacking=0.2):
@@ -75,7 +83,9 @@ def count(base, agents, epsilon, tile=None):
         step = tile or max(1, len(values))
         for start in range(0, len(values), step):
             stop = min(start + step, len(values))
-            count_overlaps(updates_of(base, agents, name, epsilon, start, stop), stop - start, counts)
+            updates = updates_of(base, agents, name, epsilon, start, stop)
+            masks = {update.agent: pack_bits(update.active.numpy()) for update in updates}
+            count_overlaps(masks, stop - start, counts)
     return counts
 
 
@@ -171,13 +181,22 @@ def test_counts_add_up_over_tiles_and_processes(model, tile, cut):
 def test_counts_beyond_32_and_53_bits_stay_exact():
     start = OverlapCounts([2**53 + 1, 2**62], [2**53, 2**40], [2**62 + 1, 2**53 + 1, 2**31])
     counts = OverlapCounts.from_list(start.to_list(), 2)
-    update = mask_inactive_(TileUpdate(0, torch.ones(3), torch.tensor([1.0, 0.0, 1.0])), EPSILON)
-    count_overlaps([update], 3, counts)
-    count_overlaps([], 2**40 + 1, counts)
+    count_overlaps({0: pack_bits(np.array([True, False, True]))}, 3, counts)
+    count_overlaps({}, 2**40 + 1, counts)
     assert counts.changed == [2**53 + 3, 2**62]
     assert counts.unique == [2**53 + 2, 2**40]
     assert counts.histogram == [2**62 + 2**40 + 3, 2**53 + 3, 2**31]
     assert counts.shared == [1, 2**62 - 2**40]
+
+
+def test_masks_count_for_the_agents_whose_they_are():
+    counts = OverlapCounts.zeros(4)
+    masks = {3: np.array([0b1011], np.uint8), 1: np.array([0b0110], np.uint8)}
+    count_overlaps(masks, 5, counts)
+    count_overlaps({2: np.array([0xFF, 0x01], np.uint8)}, 9, counts)
+    assert counts.changed == [0, 2, 9, 3]
+    assert counts.unique == [0, 1, 9, 2]
+    assert counts.histogram == [1, 12, 1, 0, 0]
 
 
 def test_delta_of_exactly_epsilon_is_unchanged():
@@ -248,10 +267,6 @@ def test_known_factors():
     assert rescale_factor("average", 9.0, r=0.1, alpha=2.0) == 1.0
 
 
-def bits(values):
-    return values.contiguous().view(torch.int32 if values.itemsize == 4 else torch.int16)
-
-
 def alone(base, value, weight=1.0, factor=1.0):
     """One agent merged alone, every difference counted, rounded to its own dtype."""
     update = mask_inactive_(TileUpdate(0, value.float(), value.float() - base.float()), 0.0)
@@ -318,4 +333,3 @@ def test_unique_magnitudes_tell_the_factor_that_was_written():
     assert unique_magnitudes(base, written, updates) == [(4.5, 3.0), (5.0, 4.0)]
     # a change that rounding turned round counts against
     assert unique_magnitudes(base, -written, updates)[0] == (-4.5, 3.0)
-    assert unique_magnitudes(base, written, []) == []

@@ -16,6 +16,7 @@ import torch
 from models import change_tensor, copy_model, read_model
 
 from ram_trl import AgentRegistry, MergeConfig, merge_agents, register_agent
+from ram_trl.arithmetic import kernels
 from ram_trl.config import parse_config
 from ram_trl.errors import ConfigError
 
@@ -109,10 +110,13 @@ def test_accelerate_launch_merges(registry, by_one_process, tmp_path):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("processes", [2, 3])
-def test_several_processes_write_the_same_bytes_as_one(registry, by_one_process, tmp_path, processes, rounding):
+@pytest.mark.parametrize(("processes", "engine"), [(2, "auto"), (3, "auto"), (2, "eager")])
+def test_several_processes_write_the_same_bytes_as_one(
+    registry, by_one_process, tmp_path, processes, engine, rounding
+):
     launch = [*TORCHRUN, "--nproc_per_node", str(processes), RECIPE]
-    done = run([*launch, *options(registry, tmp_path / "merged", rounding)], ACCELERATE_USE_CPU="true")
+    words = [*options(registry, tmp_path / "merged", rounding), "--engine", engine]
+    done = run([*launch, *words], ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     assert weights_of(tmp_path / "merged") == by_one_process[rounding]
     assert done.stdout.count("merged model: ") == 1
@@ -120,6 +124,30 @@ def test_several_processes_write_the_same_bytes_as_one(registry, by_one_process,
     again = merge_agents(registry, str(tmp_path / "again"), rounding=rounding, seed=5)
     assert report == again
     assert {path.name for path in tmp_path.iterdir()} == {"merged", "again"}
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("engine", ["compiled", "eager"])
+def test_every_engine_writes_the_same_bytes_and_the_same_report(registry, by_one_process, tmp_path, engine, rounding):
+    arguments = {"rounding": rounding, "seed": 5, "max_shard_size": "100KB"}
+    report = merge_agents(registry, str(tmp_path / "merged"), engine=engine, **arguments)
+    assert weights_of(tmp_path / "merged") == by_one_process[rounding]
+    expected = merge_agents(registry, str(tmp_path / "auto"), **arguments)
+    rows, expected_rows = report.pop("agents"), expected.pop("agents")
+    assert report == expected
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        # sums of millions of floats, in another order
+        assert row.pop("effective_lambda") == pytest.approx(expected_row.pop("effective_lambda"), rel=1e-5)
+        assert row == expected_row
+
+
+def test_an_engine_that_is_not_there_is_refused_with_the_cure(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "compiled", None)
+    with pytest.raises(ConfigError, match="C compiler, or merge with --engine eager"):
+        merge_agents(registry, str(tmp_path / "merged"), engine="compiled")
+    merge_agents(registry, str(tmp_path / "merged"))
+    with pytest.raises(ConfigError, match="engine='fast' is not one of auto, compiled, eager"):
+        merge_agents(registry, str(tmp_path / "other"), engine="fast")
 
 
 def test_what_one_of_several_processes_finds_wrong_stops_them_all(zoo, tmp_path):

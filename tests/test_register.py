@@ -91,7 +91,7 @@ def test_tensors_longer_than_a_tile_come_back_bit_for_bit(zoo, tmp_path, kind):
     base = zoo.base(kind)
     agent = zoo.agent(base, seed=1)
     registry, _ = registered(tmp_path, base, agent)
-    assert max(tensor.numel() for tensor in read_model(agent).values()) > 2**18
+    assert max(tensor.numel() for tensor in read_model(agent).values()) > 2**19
     assert_same_bits(restored(tmp_path, registry), read_model(agent))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ram_trl.arithmetic.codec import from_ordered, to_ordered
-from ram_trl.arithmetic.rounding import round_stochastic, uniform
+from ram_trl.arithmetic.rounding import round_stochastic, stream_state, uniform
 
 
 CPU = torch.device("cpu")
@@ -78,6 +78,17 @@ def test_uniform_numbers_are_those_of_splitmix64(seed, name, start, numel):
     values = uniform(numel, seed=seed, name=name, start=start, device=CPU)
     assert values.dtype == torch.float32
     assert values.tolist() == reference_uniform(numel, seed, name, start)
+
+
+@given(seed=st.integers(-(2**70), 2**70), name=st.text("wv./", max_size=9), start=st.integers(0, 2**45))
+@settings(max_examples=100, deadline=None)
+def test_state_of_a_stream_is_a_signed_number_of_64_bits_that_starts_it_anywhere(seed, name, start):
+    state = stream_state(seed=seed, name=name, start=start)
+    assert -(2**63) <= state < 2**63
+    assert (splitmix64(state) >> 40) / 2**24 == uniform(1, seed=seed, name=name, start=start, device=CPU).item()
+    # the state of the next element is one increment on
+    following = stream_state(seed=seed, name=name, start=start + 1)
+    assert (following - state) % 2**64 == 0x9E3779B97F4A7C15
 
 
 def test_uniform_numbers_are_pinned():

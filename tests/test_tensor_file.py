@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 from blake3 import blake3
@@ -13,14 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ram_trl.errors import CorruptedFileError, StorageError
+from ram_trl.storage.stream_writer import StreamWriter
 from ram_trl.storage.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
-    StreamWriter,
+    PIECE_NUMEL,
     TensorFile,
     TensorInfo,
     build_header,
-    digest_tensor,
+    digest_piece,
+    join_digests,
+    num_pieces,
     tensor_bytes,
 )
 
@@ -51,6 +55,13 @@ def raw(tensor):
     return bytes(tensor_bytes(tensor))
 
 
+def digest_of(data, itemsize):
+    """The definition: BLAKE3 of the digests of pieces of 2**20 elements, one after another."""
+    step = 2**20 * itemsize
+    pieces = [blake3(data[start : start + step]).digest() for start in range(0, len(data), step)]
+    return blake3(b"".join(pieces)).hexdigest()
+
+
 def assert_same(file, tensors):
     assert set(file.tensors) == set(tensors)
     for name, tensor in tensors.items():
@@ -60,7 +71,7 @@ def assert_same(file, tensors):
         read = file.read(name)
         assert read.dtype == tensor.dtype and read.shape == (tensor.numel(),)
         assert raw(read) == raw(tensor)
-        assert file.digest(name) == digest_tensor(tensor) == blake3(raw(tensor)).hexdigest()
+        assert file.digest(name) == digest_of(raw(tensor), tensor.itemsize)
 
 
 def test_reads_what_safetensors_writes(tmp_path):
@@ -98,12 +109,60 @@ def test_what_is_read_can_be_written_to_without_changing_the_file(tmp_path):
         assert file.read("w").tolist() == [0.0] * 4
 
 
-def test_digest_of_a_tensor_of_several_blocks(tmp_path):
-    tensor = torch.arange(3_000_000, dtype=torch.int32)
-    save_file({"w": tensor}, tmp_path / "a.safetensors")
+def test_ranges_are_read_into_the_memory_that_is_given(tmp_path):
+    save_file({"a": torch.zeros(3), "w": torch.arange(24, dtype=torch.int16)}, tmp_path / "a.safetensors")
     with TensorFile(tmp_path / "a.safetensors") as file:
-        assert file.digest("w") == digest_tensor(tensor) == blake3(tensor.numpy().tobytes()).hexdigest()
-    assert digest_tensor(tensor.view(3, 1_000_000).T) != digest_tensor(tensor)
+        memory = np.zeros(14, np.uint8)
+        read = file.read("w", 5, 10, into=memory[2:12])
+        assert read.dtype == torch.int16 and read.tolist() == [5, 6, 7, 8, 9]
+        assert memory[2:12].view(np.int16).tolist() == [5, 6, 7, 8, 9]
+        assert memory[:2].tolist() == memory[12:].tolist() == [0, 0]
+        # the same memory, not a copy
+        memory[2] = 77
+        assert read[0] == 77
+        assert file.read("w", 4, 4, into=memory[:0]).tolist() == []
+        with pytest.raises(AssertionError, match="do not fill"):
+            file.read("w", 5, 10, into=memory)
+
+
+@pytest.mark.parametrize("memory", [bytearray(9), np.zeros(9, np.uint8)])
+def test_bytes_are_read_from_anywhere(tmp_path, memory):
+    save_file({"w": torch.arange(40, dtype=torch.uint8)}, tmp_path / "a.safetensors")
+    with TensorFile(tmp_path / "a.safetensors") as file:
+        file.read_into(file.tensors["w"].offset + 5, memory)
+        assert list(memory) == list(range(5, 14))
+        file.read_into(0, memory)
+        assert bytes(memory) == (tmp_path / "a.safetensors").read_bytes()[:9]
+        with pytest.raises(CorruptedFileError, match="ends early"):
+            file.read_into(file.tensors["w"].offset + 32, memory)
+
+
+@pytest.mark.parametrize("numel", [0, 1, PIECE_NUMEL - 1, PIECE_NUMEL, PIECE_NUMEL + 1, 3 * PIECE_NUMEL])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_digest_is_that_of_the_digests_of_pieces(tmp_path, dtype, numel):
+    tensor = torch.arange(numel, dtype=torch.int32).to(dtype)
+    save_file({"before": torch.zeros(3), "w": tensor}, tmp_path / "a.safetensors")
+    expected = digest_of(tensor.numpy().tobytes(), dtype.itemsize)
+    pieces = tensor.split(PIECE_NUMEL) if numel else ()
+    assert num_pieces(numel) == len(pieces)
+    assert join_digests(digest_piece(piece) for piece in pieces) == expected
+    with TensorFile(tmp_path / "a.safetensors") as file:
+        assert file.digest("w") == expected
+
+
+def test_digest_of_a_piece_is_that_of_its_elements_in_their_order():
+    tensor = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    assert digest_piece(tensor.T) == digest_piece(tensor.T.contiguous()) != digest_piece(tensor)
+    assert digest_piece(tensor[:, 1]) == blake3(raw(torch.tensor([1, 5, 9], dtype=torch.bfloat16))).digest()
+
+
+def test_digests_are_pinned():
+    # of nothing, and of 0 ... 3 as float32: what registries recorded must be found again
+    assert join_digests([]) == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+    assert (
+        join_digests([digest_piece(torch.arange(4.0))])
+        == "642d7064756a4db41a80a9c27690bbf1c45c3d7b8370f6ccd3e4cb99a0d115fc"
+    )
 
 
 def write_stream(path, tensors, metadata, names=None):

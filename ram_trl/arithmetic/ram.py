@@ -6,12 +6,15 @@ as integers, so the factors do not depend on how the work was cut.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from . import kernels
+from .masks import unpack_bits
 from .select import select
 
 
@@ -106,28 +109,29 @@ def mask_inactive_(update: TileUpdate, epsilon: float) -> TileUpdate:
     return update
 
 
-def count_overlaps(updates: Sequence[TileUpdate], numel: int, counts: OverlapCounts) -> None:
+def count_overlaps(masks: Mapping[int, np.ndarray], numel: int, counts: OverlapCounts) -> None:
     """Add one tile to the counts.
 
     Args:
-        updates (`Sequence[TileUpdate]`):
-            The agents that touch this tile, masked. An agent that is not here changed nothing in it.
+        masks (`Mapping[int, np.ndarray]`):
+            Bitmaps of the masks of equation 1 ([`~ram_trl.arithmetic.masks`]), by the position of the agent. An agent
+            that is not here changed nothing in the tile.
         numel (`int`):
             Number of elements of the tile.
         counts ([`OverlapCounts`]):
             Counts to add to, in place.
     """
-    histogram = [0] * len(counts.histogram)
-    if updates:
-        overlap = _overlap(updates)
-        unique = overlap == 1
-        for update in updates:
-            counts.changed[update.agent] += int(torch.count_nonzero(update.active))
-            counts.unique[update.agent] += int(torch.count_nonzero(update.active & unique))
-        for k in range(1, len(updates) + 1):
-            histogram[k] = int(torch.count_nonzero(overlap == k))
-    histogram[0] = numel - sum(histogram)
-    counts.histogram = [a + b for a, b in zip(counts.histogram, histogram, strict=True)]
+    if not masks:
+        counts.histogram[0] += numel
+        return
+    count = kernels.compiled.count if kernels.compiled else _count
+    tile = OverlapCounts.from_list(count(list(masks.values())), len(masks))
+    for position, changed, unique in zip(masks, tile.changed, tile.unique, strict=True):
+        counts.changed[position] += changed
+        counts.unique[position] += unique
+    for overlap, number in enumerate(tile.histogram):
+        counts.histogram[overlap] += number
+    counts.histogram[0] += numel - tile.total
 
 
 def overlap_ratio(shared: int, unique: int) -> float:
@@ -208,20 +212,28 @@ def unique_magnitudes(base: Tensor, written: Tensor, updates: Sequence[TileUpdat
         written (`Tensor`):
             Merged parameters as rounded to the output's dtype, flat.
         updates (`Sequence[TileUpdate]`):
-            The agents that touch this tile, masked.
+            The agents that touch this tile, masked; at least one.
 
     Returns:
         `list[tuple[float, float]]`: for every update the sum over its unique elements of (written - base) *
         sign(delta) and of |delta|.
     """
-    if not updates:
-        return []
     applied, unique = written.float() - base, _overlap(updates) == 1
     magnitudes = []
     for update in updates:
         own = update.delta * unique
-        magnitudes.append((float((applied * own.sign()).sum()), float(own.abs().sum())))
+        sums = (applied * own.sign(), own.abs())
+        magnitudes.append(tuple(float(values.sum(dtype=torch.float64)) for values in sums))
     return magnitudes
+
+
+def _count(bitmaps: list[np.ndarray]) -> list[int]:
+    """Overlap counts of bitmaps, as [`OverlapCounts.to_list`] has them, but for the elements that none changed."""
+    masks = np.array([unpack_bits(bitmap, 8 * len(bitmap)) for bitmap in bitmaps])
+    overlap = masks.sum(axis=0)
+    histogram = [0, *(int(np.count_nonzero(overlap == k)) for k in range(1, len(masks) + 1))]
+    changed, unique = (np.count_nonzero(some, axis=1).tolist() for some in (masks, masks & (overlap == 1)))
+    return [*changed, *unique, *histogram]
 
 
 def _overlap(updates: Sequence[TileUpdate]) -> Tensor:

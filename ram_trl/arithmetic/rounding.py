@@ -14,7 +14,7 @@ from .codec import from_ordered, to_ordered
 from .select import select
 
 
-__all__ = ["round_stochastic", "uniform"]
+__all__ = ["round_stochastic", "stream_state", "uniform"]
 
 # SplitMix64 (Steele, Lea and Flood 2014): increment and the two multipliers of its finaliser, as signed 64-bit.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -55,13 +55,19 @@ def round_stochastic(tile: Tensor, dtype: torch.dtype, *, seed: int, name: str, 
 
 def uniform(numel: int, *, seed: int, name: str, start: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1), float32, flat: SplitMix64 at the counters `start ... start + numel - 1` of a named stream."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    key = int.from_bytes(digest, "little", signed=True)
-    state = torch.arange(start, start + numel, dtype=torch.int64, device=device).mul_(_GAMMA).add_(key)
+    first = stream_state(seed=seed, name=name, start=start)
+    state = torch.arange(numel, dtype=torch.int64, device=device).mul_(_GAMMA).add_(first)
     state = (state ^ _shift_right(state, 30)) * _MIX_1
     state = (state ^ _shift_right(state, 27)) * _MIX_2
     state = state ^ _shift_right(state, 31)
     return _shift_right(state, 40).to(torch.float32) * 2.0**-24
+
+
+def stream_state(*, seed: int, name: str, start: int) -> int:
+    """State of a named stream at a counter, as a signed 64-bit integer."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    state = int.from_bytes(digest, "little") + start * _GAMMA
+    return (state + 2**63) % 2**64 - 2**63
 
 
 def _shift_right(bits: Tensor, places: int) -> Tensor:

@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..arithmetic import kernels
 from ..arithmetic.ram import OverlapCounts, overlap_ratio, rescale_factor
+from ..arithmetic.tile import TileMerge
 from ..distributed import SINGLE, World
 from ..progress import Progress
 from ..storage.checkpoint import CheckpointWriter, copy_model_files, parse_size, plan_shards
 from ..storage.durable import check_output_dir, output_dir_stage, write_json
-from ..storage.registry import AgentRegistry
+from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.tensor_file import TensorFile
+from ..threads import in_threads
 from .model_card import model_card
-from .passes import check_base, merge_tensors, probe_tensors
+from .passes import merge_tensors, probe_tensors
 from .plan import MergePlan, MergeSettings, plan_merge
 from .report import build_report
 
@@ -40,6 +43,7 @@ def merge_agents(
     output_dtype: str = "auto",
     rounding: str = "nearest",
     seed: int = 0,
+    engine: str = "auto",
     max_shard_size: str = "5GB",
     base_model: str | None = None,
     world: World = SINGLE,
@@ -72,6 +76,9 @@ def merge_agents(
             `"nearest"` or `"stochastic"`.
         seed (`int`, *optional*, defaults to `0`):
             Seed of stochastic rounding.
+        engine (`str`, *optional*, defaults to `"auto"`):
+            `"compiled"` (loops compiled for the CPU), `"eager"` (torch, on the GPU if there is one) or `"auto"`:
+            compiled where the installation has them and the method is not `"average"`. The bytes are the same.
         max_shard_size (`str`, *optional*, defaults to `"5GB"`):
             Largest size of a weight file.
         base_model (`str`, *optional*):
@@ -99,6 +106,7 @@ def merge_agents(
             output_dtype=output_dtype,
             rounding=rounding,
             seed=seed,
+            engine=engine,
         )
         parse_size(max_shard_size)
         if output_dir is not None:
@@ -109,10 +117,11 @@ def merge_agents(
     plan = world.run(make_plan)
     with contextlib.closing(plan):
         names = plan.share(world.rank, world.size)
+        nbytes = sum(plan.base.tensors[name].nbytes for name in names)
         progress = progress if world.is_main else None
-        world.run(lambda: _verify(plan, names, world, progress))
-        advance = _meter("probe", plan, names, progress)
-        local = world.run(lambda: probe_tensors(plan, names, world.device, advance))
+        world.run(lambda: _verify(plan.agents[world.rank :: world.size], progress))
+        advance = _meter("probe", nbytes, progress)
+        local = world.run(lambda: probe_tensors(plan, names, advance))
         counts = OverlapCounts.from_list(world.sum_counts(local.to_list()), len(plan.agents))
         factors = [
             rescale_factor(method, overlap_ratio(shared, unique), r=r, alpha=alpha)
@@ -120,6 +129,11 @@ def merge_agents(
         ]
         report = build_report(plan, counts, factors)
         if world.is_main:
+            if engine == "auto" and kernels.compiled is None:
+                logger.warning(
+                    "this installation has no compiled loops, torch merges in several times as long: install ram_trl "
+                    "again where there is a C compiler"
+                )
             for warning in report["warnings"]:
                 logger.warning(warning)
         if output_dir is None:
@@ -130,8 +144,17 @@ def merge_agents(
             stack.callback(writer.close)
             world.run_on_main(writer.create)
             world.run(writer.open)
-            advance = _meter("merge", plan, names, progress)
-            local = world.run(lambda: merge_tensors(plan, names, factors, writer, world.device, advance))
+            advance = _meter("merge", nbytes, progress)
+            how = TileMerge(
+                method=method,
+                epsilon=epsilon,
+                factors=factors,
+                weights=plan.weights,
+                rounding=rounding,
+                seed=seed,
+                device=world.device,
+            )
+            local = world.run(lambda: merge_tensors(plan, names, how, writer, advance))
             magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
             report = build_report(plan, counts, factors, magnitudes)
             world.run(plan.check_unchanged)
@@ -142,15 +165,12 @@ def merge_agents(
     return report
 
 
-def _verify(plan: MergePlan, names: Sequence[str], world: World, progress: Progress | None) -> None:
-    """Check the digests of a rank's share of the agents' files and of the base."""
-    agents = plan.agents[world.rank :: world.size]
+def _verify(agents: Sequence[RegisteredAgent], progress: Progress | None) -> None:
+    """Check the digests of some of the agents' files."""
     sizes = [sum(file.size for file in agent.manifest.files.values()) for agent in agents]
-    advance = _meter("check", plan, names, progress, sum(sizes))
-    for agent, size in zip(agents, sizes, strict=True):
-        agent.verify()
+    advance = _meter("check", sum(sizes), progress)
+    for (_, size), _ in in_threads(lambda pair: pair[0].verify(), zip(agents, sizes, strict=True)):
         advance(size)
-    check_base(plan, names, advance)
 
 
 def _finish(plan: MergePlan, staged: Path, report: dict[str, Any], title: str) -> None:
@@ -162,11 +182,9 @@ def _finish(plan: MergePlan, staged: Path, report: dict[str, Any], title: str) -
     (staged / "README.md").write_text(model_card(report, title), encoding="utf-8")
 
 
-def _meter(
-    doing: str, plan: MergePlan, names: Sequence[str], progress: Progress | None, more: int = 0
-) -> Callable[[int], None]:
-    """A function that adds up bytes that are done, of some tensors and `more`, and reports them."""
-    done, total = 0, more + sum(plan.base.tensors[name].nbytes for name in names)
+def _meter(doing: str, total: int, progress: Progress | None) -> Callable[[int], None]:
+    """A function that adds up bytes that are done, and reports them."""
+    done = 0
 
     def advance(nbytes: int) -> None:
         nonlocal done

@@ -1,8 +1,8 @@
 """The two streaming passes over the model: probe counts, merge computes and writes.
 
-A rank's tensors are cut into blocks. Every thread walks over a block at a time, one tile of the base and of each agent
-in its hands, and does all of the work on it: reading, decoding, arithmetic, writing. So memory is bounded by threads
-and agents, not by the model, and the disk is busy while others compute.
+A rank's tensors are cut into blocks. Every thread takes a block at a time and does all of the work on it, tile by
+tile: reading, checking, decoding, arithmetic, writing. So memory is bounded by threads and agents, not by the model,
+and the disk is busy while others compute.
 """
 
 import math
@@ -12,29 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arithmetic.codec import is_mergeable
-from ..arithmetic.ram import (
-    OverlapCounts,
-    TileUpdate,
-    average_tile,
-    count_overlaps,
-    mask_inactive_,
-    selective_merge_tile,
-    unique_magnitudes,
-)
-from ..arithmetic.rounding import round_stochastic
-from ..errors import NonFiniteError
-from ..storage.base_model import check_base_tensor
+from ..arithmetic.codec import TILE_NUMEL, is_finite, is_mergeable
+from ..arithmetic.ram import OverlapCounts, TileUpdate, count_overlaps
+from ..arithmetic.tile import Finiteness, PackedUpdate, TileMerge, merge_tile_compiled, merge_tile_eager
+from ..errors import CorruptedFileError, NonFiniteError
+from ..storage.base_model import BaseDigests
 from ..storage.checkpoint import CheckpointWriter
-from ..task_vector import TILE_NUMEL
-from ..threads import in_threads
+from ..storage.tensor_file import PIECE_NUMEL, digest_piece
+from ..threads import Scratch, in_threads
 from .plan import MergePlan
 
 
-__all__ = ["check_base", "merge_tensors", "probe_tensors"]
-
-# Large enough that a thread is rarely without work, small enough that the largest tensor is shared by all.
-_BLOCK_NUMEL = 16 * TILE_NUMEL
+__all__ = ["merge_tensors", "probe_tensors"]
 
 # For every agent the magnitude of its unique changes as written, and in the agent.
 Magnitudes = list[tuple[float, float]]
@@ -42,7 +31,7 @@ Magnitudes = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Elements `start ... stop - 1` of a flattened tensor, and their bytes in the base."""
+    """Elements `start ... stop - 1` of a flattened tensor, and their bytes in the base: one piece of its digest."""
 
     name: str
     start: int
@@ -50,60 +39,51 @@ class _Block:
     nbytes: int
 
 
-def check_base(plan: MergePlan, names: Sequence[str], advance: Callable[[int], None]) -> None:
-    """Compare some of the base's tensors with their recorded digests.
-
-    Args:
-        plan ([`MergePlan`]):
-            The merge.
-        names (`Sequence[str]`):
-            Tensors to check, each with those that are tied to it.
-        advance (`Callable[[int], None]`):
-            Called with the bytes of every tensor that is done.
-
-    Raises:
-        BaseModelError: naming a tensor that is not what was recorded.
-    """
-
-    def check(name: str) -> None:
-        for copy in plan.copies_of[name]:
-            check_base_tensor(plan.base, copy.name, plan.records[copy.name])
-
-    for name, _ in in_threads(check, names):
-        advance(plan.base.tensors[name].nbytes)
-
-
-def probe_tensors(
-    plan: MergePlan, names: Sequence[str], device: torch.device, advance: Callable[[int], None]
-) -> OverlapCounts:
-    """Count overlaps in some of the tensors (section 4.1).
+def probe_tensors(plan: MergePlan, names: Sequence[str], advance: Callable[[int], None]) -> OverlapCounts:
+    """Count overlaps in some of the tensors (section 4.1). The base is read only where masks are not stored.
 
     Args:
         plan ([`MergePlan`]):
             The merge.
         names (`Sequence[str]`):
             Tensors to count.
-        device (`torch.device`):
-            Device to compute on.
         advance (`Callable[[int], None]`):
             Called with the bytes of every block that is done.
 
     Raises:
+        BaseModelError: if a tensor of the base is not what was recorded.
         NonFiniteError: if an agent holds NaN or infinity.
     """
+    epsilon, scratch = plan.settings.epsilon, Scratch()
+    needs_base = {
+        name
+        for name, agents in plan.touched_by.items()
+        if not all(plan.vectors[at].stores_masks(epsilon) for at in agents)
+    }
 
-    def count(block: _Block) -> OverlapCounts:
-        counts = OverlapCounts.zeros(len(plan.agents))
-        if block.name in plan.touched_by:
-            for _, base, updates in _tiles(plan, block, plan.settings.epsilon, device):
-                count_overlaps(updates, base.numel(), counts)
-        elif is_mergeable(plan.base.tensors[block.name].dtype):
-            count_overlaps([], block.stop - block.start, counts)
-        return counts
+    def count(block: _Block) -> tuple[OverlapCounts, list[bytes]]:
+        counts, digests = OverlapCounts.zeros(len(plan.agents)), []
+        if not is_mergeable(plan.base.tensors[block.name].dtype):
+            return counts, digests
+        base = None
+        if block.name in needs_base:
+            base = _read_base(plan, block, scratch)
+            digests = [digest_piece(base)]
+        for start, stop in _tile_bounds(block):
+            tile = None if base is None else base[start - block.start : stop - block.start]
+            masks = {}
+            for position in plan.touched_by.get(block.name, ()):
+                mask = plan.vectors[position].mask(block.name, start, stop - start, tile, epsilon)
+                if mask is not None:
+                    masks[position] = mask
+            count_overlaps(masks, stop - start, counts)
+        return counts, digests
 
-    total = OverlapCounts.zeros(len(plan.agents))
-    for block, counts in in_threads(count, _blocks(plan, names)):
+    total, checked = OverlapCounts.zeros(len(plan.agents)), BaseDigests(plan.base, plan.records)
+    for block, (counts, digests) in in_threads(count, _blocks(plan, names)):
         total.add(counts)
+        for digest in digests:
+            checked.add(block.name, digest)
         advance(block.nbytes)
     return total
 
@@ -111,43 +91,52 @@ def probe_tensors(
 def merge_tensors(
     plan: MergePlan,
     names: Sequence[str],
-    factors: Sequence[float],
+    how: TileMerge,
     writer: CheckpointWriter,
-    device: torch.device,
     advance: Callable[[int], None],
 ) -> dict[str, Magnitudes]:
-    """Merge some of the tensors (section 4.3) and write them.
+    """Merge some of the tensors (section 4.3) and write them. Every byte of the base is checked on the way.
 
     Args:
         plan ([`MergePlan`]):
             The merge.
         names (`Sequence[str]`):
             Tensors to merge.
-        factors (`Sequence[float]`):
-            Rescale factor lambda of every agent.
+        how ([`~ram_trl.arithmetic.tile.TileMerge`]):
+            How to merge a tile.
         writer ([`~ram_trl.storage.checkpoint.CheckpointWriter`]):
             Where to write.
-        device (`torch.device`):
-            Device to compute on.
         advance (`Callable[[int], None]`):
             Called with the bytes of every block that is done.
 
     Returns:
         `dict[str, list[tuple[float, float]]]`: for every changed tensor and agent, the magnitude of the agent's unique
         changes in the written model and in the agent; their ratio is the effective lambda.
-    """
 
-    def merge(block: _Block) -> Magnitudes:
-        if block.name in plan.touched_by:
-            return _merge_block(plan, block, factors, writer, device)
-        for start, stop in _tile_bounds(block):
-            tile = plan.base.read(block.name, start, stop)
-            for copy in plan.copies_of[block.name]:
-                writer.write(copy.name, start, _in_range(block.name, tile, tile.to(copy.dtype)))
-        return []
+    Raises:
+        BaseModelError: if a tensor of the base is not what was recorded.
+        NonFiniteError: if an agent or the result holds NaN or infinity.
+    """
+    scratch = Scratch()
+
+    def merge(block: _Block) -> tuple[list[tuple[str, bytes]], Magnitudes]:
+        base = _read_base(plan, block, scratch)
+        copies = plan.copies_of[block.name]
+        digests = [(block.name, digest_piece(base))]
+        for copy in copies:
+            if copy.name != block.name:
+                repeat = plan.base.read(copy.name, block.start, block.stop)
+                digests.append((copy.name, digest_piece(repeat)))
+        merged, magnitudes = _merge_block(plan, block, base, how, scratch)
+        for copy in copies:
+            writer.write(copy.name, block.start, merged)
+        return digests, magnitudes
 
     parts: dict[str, list[Magnitudes]] = {}
-    for block, magnitudes in in_threads(merge, _blocks(plan, names)):
+    checked = BaseDigests(plan.base, plan.records)
+    for block, (digests, magnitudes) in in_threads(merge, _blocks(plan, names)):
+        for name, digest in digests:
+            checked.add(name, digest)
         if magnitudes:
             parts.setdefault(block.name, []).append(magnitudes)
         advance(block.nbytes)
@@ -155,42 +144,67 @@ def merge_tensors(
 
 
 def _merge_block(
-    plan: MergePlan, block: _Block, factors: Sequence[float], writer: CheckpointWriter, device: torch.device
-) -> Magnitudes:
-    settings, copies = plan.settings, plan.copies_of[block.name]
-    # a plain average knows no masks
-    epsilon = 0.0 if settings.method == "average" else settings.epsilon
-    tiles = []
-    for start, base, updates in _tiles(plan, block, epsilon, device):
+    plan: MergePlan, block: _Block, base: Tensor, how: TileMerge, scratch: Scratch
+) -> tuple[Tensor, Magnitudes]:
+    """Merged parameters of a block, and the magnitudes of the agents' unique changes; none if nothing is changed."""
+    dtype = plan.copies_of[block.name][0].dtype
+    if block.name not in plan.touched_by:
+        return _checked_cast(block.name, base, dtype), []
+    data = scratch.take(base.numel() * dtype.itemsize, "merged")
+    merged, tiles = torch.from_numpy(data).view(dtype), []
+    merge_tile = merge_tile_compiled if plan.is_compiled else merge_tile_eager
+    for start, stop in _tile_bounds(block):
+        inside = slice(start - block.start, stop - block.start)
+        updates = _updates(plan, block.name, start, base[inside])
         if not updates:
-            merged = base
-        elif settings.method == "average":
-            merged = average_tile(base, updates, plan.weights)
-        else:
-            merged = selective_merge_tile(base, updates, factors, plan.weights)
-        if settings.rounding == "stochastic":
-            rounded = round_stochastic(merged, copies[0].dtype, seed=settings.seed, name=block.name, start=start)
-        else:
-            rounded = merged.to(copies[0].dtype)
+            merged[inside] = _checked_cast(block.name, base[inside], dtype)
+            continue
+        try:
+            tile = merge_tile(base[inside], updates, how, block.name, start, merged[inside])
+        except ValueError as error:
+            raise CorruptedFileError(f"an agent's tensor {block.name!r} is damaged: {error}") from error
+        for position in tile.diverged:
+            raise plan.vectors[position].diverged(block.name)
+        _check_finite(block.name, tile.finiteness, dtype)
         magnitudes = [(0.0, 0.0)] * len(plan.agents)
-        for update, pair in zip(updates, unique_magnitudes(base, rounded, updates), strict=True):
+        for update, pair in zip(updates, tile.magnitudes, strict=True):
             magnitudes[update.agent] = pair
         tiles.append(magnitudes)
-        rounded = _in_range(block.name, merged, rounded).cpu()
-        for copy in copies:
-            writer.write(copy.name, start, rounded)
-    return _add_magnitudes(tiles)
+    return merged, _add_magnitudes(tiles)
 
 
-def _in_range(name: str, exact: Tensor, rounded: Tensor) -> Tensor:
+def _updates(plan: MergePlan, name: str, start: int, base: Tensor) -> list[TileUpdate | PackedUpdate]:
+    """What the agents that touch a tile make of it."""
+    updates = []
+    for position in plan.touched_by[name]:
+        vector = plan.vectors[position]
+        if plan.is_compiled:
+            update = vector.packed_update(position, name, start, base, plan.settings.epsilon)
+        else:
+            update = vector.update(position, name, start, base)
+        if update is not None:
+            updates.append(update)
+    return updates
+
+
+def _read_base(plan: MergePlan, block: _Block, scratch: Scratch) -> Tensor:
+    return plan.base.read(block.name, block.start, block.stop, into=scratch.take(block.nbytes, "base"))
+
+
+def _checked_cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Parameters that no agent changed, in the output's dtype."""
+    cast = values.to(dtype)
+    if is_mergeable(dtype) and not is_finite(cast):
+        _check_finite(name, Finiteness.TOO_LARGE if is_finite(values) else Finiteness.NOT_FINITE, dtype)
+    return cast
+
+
+def _check_finite(name: str, finiteness: Finiteness, dtype: torch.dtype) -> None:
     """Refuse to write NaN and infinity."""
-    if rounded.is_floating_point() and rounded.itemsize > 1 and not rounded.abs().amax().isfinite():
-        if exact.abs().amax().isfinite():
-            raise NonFiniteError(
-                f"merged tensor {name!r} has values beyond {rounded.dtype}: choose --output_dtype float32"
-            )
+    if finiteness is Finiteness.TOO_LARGE:
+        raise NonFiniteError(f"merged tensor {name!r} has values beyond {dtype}: choose --output_dtype float32")
+    if finiteness is Finiteness.NOT_FINITE:
         raise NonFiniteError(f"merged tensor {name!r} has NaN or infinity: look at the base, and at weights and r")
-    return rounded
 
 
 def _add_magnitudes(parts: list[Magnitudes]) -> Magnitudes:
@@ -199,21 +213,6 @@ def _add_magnitudes(parts: list[Magnitudes]) -> Magnitudes:
         (math.fsum(after for after, _ in pairs), math.fsum(before for _, before in pairs))
         for pairs in zip(*parts, strict=True)
     ]
-
-
-def _tiles(
-    plan: MergePlan, block: _Block, epsilon: float, device: torch.device
-) -> Iterator[tuple[int, Tensor, list[TileUpdate]]]:
-    """Start, base in float32 and the agents' masked updates of every tile of a block."""
-    for start, stop in _tile_bounds(block):
-        base = plan.base.read(block.name, start, stop)
-        updates = []
-        for position in plan.touched_by[block.name]:
-            update = plan.vectors[position].tile(position, block.name, start, base)
-            if update is not None:
-                update = TileUpdate(position, update.value.to(device), update.delta.to(device))
-                updates.append(mask_inactive_(update, epsilon))
-        yield start, base.to(device).float(), updates
 
 
 def _tile_bounds(block: _Block) -> Iterator[tuple[int, int]]:
@@ -225,7 +224,7 @@ def _blocks(plan: MergePlan, names: Sequence[str]) -> list[_Block]:
     blocks = []
     for name in names:
         info = plan.base.tensors[name]
-        for start in range(0, info.numel, _BLOCK_NUMEL):
-            stop = min(start + _BLOCK_NUMEL, info.numel)
+        for start in range(0, info.numel, PIECE_NUMEL):
+            stop = min(start + PIECE_NUMEL, info.numel)
             blocks.append(_Block(name, start, stop, (stop - start) * info.dtype.itemsize))
     return blocks

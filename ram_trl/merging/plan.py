@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..arithmetic import kernels
 from ..arithmetic.codec import DTYPE_OPTIONS, is_mergeable
 from ..arithmetic.ram import METHODS
+from ..arithmetic.tile import ENGINES
 from ..errors import ConfigError, CorruptedFileError
 from ..storage.base_model import check_same_base, open_recorded_base
 from ..storage.checkpoint import Checkpoint
@@ -39,12 +41,14 @@ class MergeSettings:
     output_dtype: str = "auto"
     rounding: str = "nearest"
     seed: int = 0
+    engine: str = "auto"
 
     def __post_init__(self):
         for name, value, choices in (
             ("method", self.method, METHODS),
             ("output_dtype", self.output_dtype, DTYPE_OPTIONS),
             ("rounding", self.rounding, ROUNDINGS),
+            ("engine", self.engine, ENGINES),
         ):
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}")
@@ -57,6 +61,13 @@ class MergeSettings:
                     f"weight {agent}={weight} must be a number from {1 / _LARGEST:g} to {_LARGEST:g}; to give an "
                     "agent no weight, leave it out"
                 )
+        if self.engine == "compiled" and kernels.compiled is None:
+            raise ConfigError(
+                "engine=compiled, but this installation has no compiled loops: install ram_trl again where there is a "
+                "C compiler, or merge with --engine eager"
+            )
+        if self.engine == "compiled" and self.method == "average":
+            raise ConfigError("engine=compiled is not for method=average: merge with --engine auto")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,6 +115,12 @@ class MergePlan:
             if lightest == rank:
                 names.append(info.name)
         return names
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled loops merge, or torch."""
+        settings = self.settings
+        return settings.engine != "eager" and kernels.compiled is not None and settings.method != "average"
 
     def check_unchanged(self) -> None:
         """Refuse inputs that were written to since they were opened: what was checked is not what was merged."""

@@ -24,6 +24,7 @@ from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from .adapter import check_adapter_config, map_adapter
+from .checks import check_finite, check_tensors
 from .live_model import (
     adapter_layers,
     adapter_name,
@@ -40,7 +41,7 @@ from .live_model import (
     unwrap,
 )
 from .register import build_manifest, write_lora_records
-from .snapshot import AgentTensor, FullSnapshot, check_finite, check_tensors
+from .snapshot import AgentTensor, FullSnapshot
 
 
 __all__ = ["LiveRegistration"]
@@ -180,6 +181,9 @@ class LiveRegistration:
                         with base_tensors(model, name, held) as tensors:
                             for key, tensor in tensors.items() if world.is_main else ():
                                 snapshot.add(AgentTensor.of(key, tensor))
+                            # a gathered tensor is given back before the next is gathered
+                            if world.is_main and is_sharded(held):
+                                snapshot.flush()
                     except Exception as caught:
                         error = caught
                 # Tensor by tensor together: no rank waits so long that its backend gives up, all stop at a failure.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..arithmetic.codec import DTYPE_OPTIONS, is_mergeable
 from ..errors import BaseModelError, ConfigError, IncompatibleAgentError, UnsupportedModelError
@@ -26,9 +27,11 @@ from ..storage.registry import (
     write_records,
 )
 from ..storage.tensor_file import TensorInfo
+from ..threads import Scratch
 from ..version import __version__
 from .adapter import map_adapter
-from .snapshot import AgentTensor, FullSnapshot, base_records, check_finite, total_parameters
+from .checks import check_finite
+from .snapshot import AgentTensor, FullSnapshot, base_records, total_parameters
 
 
 __all__ = ["build_manifest", "check_options", "register_agent", "write_lora_records"]
@@ -170,9 +173,10 @@ def _write_deltas(
     if not set(trained.tensors) & set(base.tensors):
         raise IncompatibleAgentError(f"{trained.name} has no tensor in common with the base {base.name}")
     done, total = 0, sum(info.nbytes for info in trained.tensors.values())
+    scratch = Scratch()
     with FullSnapshot(staged, base, dtype, epsilon) as snapshot:
         for info in trained.tensors.values():
-            snapshot.add(_tensor_of(trained, info))
+            snapshot.add(_tensor_of(trained, info, scratch))
             done += info.nbytes
             if progress:
                 progress("snapshot", done, total)
@@ -180,5 +184,8 @@ def _write_deltas(
     return build_manifest("full", base, records, record)
 
 
-def _tensor_of(trained: Checkpoint, info: TensorInfo) -> AgentTensor:
-    return AgentTensor(info.name, info.dtype, info.shape, lambda start, stop: trained.read(info.name, start, stop))
+def _tensor_of(trained: Checkpoint, info: TensorInfo, scratch: Scratch) -> AgentTensor:
+    def read(start: int, stop: int) -> Tensor:
+        return trained.read(info.name, start, stop, scratch.take((stop - start) * info.dtype.itemsize))
+
+    return AgentTensor(info.name, info.dtype, info.shape, read)

@@ -1,20 +1,21 @@
 """A registered agent as a normal model directory: a full fine-tune bit for bit, a LoRA agent merged into its base."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
-from blake3 import blake3
 
-from ..arithmetic.codec import codec_dtype
+from ..arithmetic.codec import TILE_NUMEL, codec_dtype
 from ..errors import CorruptedFileError
 from ..progress import Progress
-from ..storage.base_model import check_base_tensor, open_recorded_base
+from ..storage.base_model import BaseDigests, open_recorded_base
 from ..storage.checkpoint import Checkpoint, CheckpointWriter, copy_model_files, parse_size, plan_shards
 from ..storage.durable import check_output_dir, output_dir_stage
 from ..storage.manifest import TensorRecord
 from ..storage.registry import AgentRegistry, RegisteredAgent
-from ..storage.tensor_file import DTYPES, TensorInfo, tensor_bytes
-from ..task_vector import TILE_NUMEL, TaskVector, open_task_vector
+from ..storage.tensor_file import DTYPES, PIECE_NUMEL, TensorInfo, digest_piece, join_digests, num_pieces
+from ..task_vector import TaskVector, open_task_vector
+from ..threads import Scratch, Workers
 
 
 __all__ = ["restore_agent"]
@@ -69,13 +70,14 @@ def restore_agent(
         writer.create()
         writer.open()
         done, total = 0, sum(info.nbytes for info in infos)
-        for info in infos:
-            source = records[info.name].tied_to or info.name
-            check_base_tensor(base, info.name, records[info.name])
-            _restore_tensor(task_vector, base, source, records[source], info, writer)
-            done += info.nbytes
-            if progress:
-                progress("restore", done, total)
+        with Workers() as workers:
+            restored = _Restored(registered, base, task_vector, writer, workers)
+            for info in infos:
+                restored.write(info)
+                done += info.nbytes
+                if progress:
+                    progress("restore", done, total)
+            workers.drain()
         base.check_unchanged()
         task_vector.check_unchanged()
         writer.close()
@@ -94,24 +96,56 @@ def _restored_dtype(agent: RegisteredAgent, info: TensorInfo, records: dict[str,
     return codec_dtype(info.dtype, getattr(torch, agent.manifest.snapshot.dtype)) or info.dtype
 
 
-def _restore_tensor(
-    task_vector: TaskVector,
-    base: Checkpoint,
-    source: str,
-    record: TensorRecord,
-    info: TensorInfo,
-    writer: CheckpointWriter,
-) -> None:
-    """Write tensor `info` from the agent's tensor `source`: the same, or the one that it is tied to."""
-    changed, hasher = source in task_vector.changed_tensors, blake3()
-    for start in range(0, info.numel, TILE_NUMEL):
-        base_tile = base.read(source, start, min(start + TILE_NUMEL, info.numel))
-        tile = task_vector.agent_tile(source, start, base_tile) if changed else None
-        tile = base_tile if tile is None else tile
-        if record.stored is not None:
-            hasher.update(tensor_bytes(tile.to(DTYPES[record.stored])))
-        writer.write(info.name, start, tile.to(info.dtype))
-    if record.stored is not None and hasher.hexdigest() != record.agent:
-        raise CorruptedFileError(
-            f"tensor {source!r} of agent {task_vector.agent} does not come back as it was registered"
-        )
+class _Restored:
+    """Writes an agent's tensors, checking what it reads and what comes out."""
+
+    def __init__(
+        self,
+        agent: RegisteredAgent,
+        base: Checkpoint,
+        task_vector: TaskVector,
+        writer: CheckpointWriter,
+        workers: Workers,
+    ):
+        self._agent, self._base, self._task_vector, self._writer = agent, base, task_vector, writer
+        self._records = agent.tensors()
+        self._scratch, self._workers = Scratch(), workers
+
+    def write(self, info: TensorInfo) -> None:
+        """Write one tensor from the agent's tensor of that name, or from the one that it is tied to."""
+        record = self._records[info.name]
+        source = record.tied_to or info.name
+        checked, stored = BaseDigests(self._base, self._records), []
+
+        def take(digests: tuple[bytes, bytes]) -> None:
+            checked.add(source, digests[0])
+            stored.append(digests[1])
+            if len(stored) == num_pieces(info.numel):
+                self._compare(source, join_digests(stored))
+
+        for start in range(0, info.numel, PIECE_NUMEL):
+            self._workers.put(partial(self._piece, info, source, start), take)
+        if record.tied_to is not None:
+            checked.compare(info.name, self._base.digest(info.name))
+
+    def _compare(self, source: str, digest: str) -> None:
+        if self._records[source].stored is not None and digest != self._records[source].agent:
+            raise CorruptedFileError(
+                f"tensor {source!r} of agent {self._agent} does not come back as it was registered"
+            )
+
+    def _piece(self, info: TensorInfo, source: str, start: int) -> tuple[bytes, bytes]:
+        """Write a piece; the digests of the base's piece, and of the agent's as it was stored."""
+        stop = min(start + PIECE_NUMEL, info.numel)
+        dtype = self._base.tensors[source].dtype
+        base = self._base.read(source, start, stop, self._scratch.take((stop - start) * dtype.itemsize))
+        changed = source in self._task_vector.changed_tensors
+        tiles = []
+        for offset in range(0, stop - start, TILE_NUMEL):
+            base_tile = base[offset : offset + TILE_NUMEL]
+            tile = self._task_vector.agent_tile(source, start + offset, base_tile) if changed else None
+            tiles.append(base_tile if tile is None else tile)
+        stored = self._records[source].stored
+        piece = torch.cat([tile.to(DTYPES[stored] if stored else dtype) for tile in tiles])
+        self._writer.write(info.name, start, piece.to(info.dtype))
+        return digest_piece(base), digest_piece(piece)

@@ -1,35 +1,42 @@
 """The snapshot of a full fine-tune: what changed against the base on disk, written as it is found.
 
-Tensors arrive one at a time, from a live model or from a checkpoint; a tile of the base and a tile of the agent are in
-memory at once, nothing more.
+Tensors arrive one at a time, from a live model or from a checkpoint. Every thread has one piece of the base and of the
+agent in its hands, nothing more.
 """
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
-from ..arithmetic.codec import codec_dtype, encode_frame, is_mergeable
+from ..arithmetic.codec import TILE_NUMEL, EncodedTile, codec_dtype, encode_tile, is_mergeable
 from ..arithmetic.select import select
-from ..errors import ConfigError, IncompatibleAgentError, NonFiniteError, UnsupportedModelError
-from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
+from ..errors import ConfigError, IncompatibleAgentError, UnsupportedModelError
+from ..storage.checkpoint import Checkpoint
 from ..storage.manifest import SnapshotRecord, TensorRecord
 from ..storage.registry import DELTA, TENSORS, write_records
-from ..storage.tensor_file import DTYPE_NAMES, DTYPES, StreamWriter, tensor_bytes
-from ..task_vector import CODES, FRAMES, TILE_NUMEL
-from ..threads import in_threads
+from ..storage.stream_writer import StreamWriter
+from ..storage.tensor_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    PIECE_NUMEL,
+    TensorInfo,
+    digest_piece,
+    join_digests,
+    num_pieces,
+)
+from ..task_vector import DELTA_PREFIX, ENDS_PREFIX
+from ..threads import Scratch, Workers
+from .checks import COMPUTED_BUFFERS, check_tensors, diverged
 
 
-__all__ = ["AgentTensor", "FullSnapshot", "base_records", "check_finite", "check_tensors", "total_parameters"]
+__all__ = ["AgentTensor", "FullSnapshot", "base_records", "total_parameters"]
 
 logger = logging.getLogger(__name__)
-
-# Buffers that old checkpoints hold and models compute anew.
-_COMPUTED_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ class FullSnapshot:
                 f"snapshot_dtype is {dtype}, but no tensor of the base {base.name} is: use auto or float32"
             )
         self._staged, self._base, self._dtype, self._epsilon = staged, base, dtype, epsilon
-        names = [prefix + name for name in base.tensors for prefix in (CODES, FRAMES)]
+        names = [prefix + name for name in base.tensors for prefix in (DELTA_PREFIX, ENDS_PREFIX)]
         self._writer = StreamWriter(staged / DELTA, names, {"format": "ram_trl.delta"})
         self._records: dict[str, TensorRecord] = {}
         self._agent_digests: dict[str, str] = {}
@@ -93,11 +100,14 @@ class FullSnapshot:
         self._changed = self._changed_by_training = 0
         self._update = self._rounding = 0.0
         self._is_rounded = self._is_cut = False
+        self._scratch, self._workers = Scratch(), Workers()
 
     def __enter__(self) -> "FullSnapshot":
+        self._workers.__enter__()
         return self
 
     def __exit__(self, *_) -> None:
+        self._workers.__exit__()
         self._writer.abort()
 
     def add(self, tensor: AgentTensor) -> None:
@@ -110,7 +120,7 @@ class FullSnapshot:
         """
         check_tensors({tensor.name: tensor.shape}, self._base)
         if tensor.name not in self._base.tensors:
-            if not tensor.name.endswith(_COMPUTED_BUFFERS):
+            if not tensor.name.endswith(COMPUTED_BUFFERS):
                 self._extra_digests[tensor.name] = _digest(tensor)
             return
         info = self._base.tensors[tensor.name]
@@ -120,6 +130,8 @@ class FullSnapshot:
             raise UnsupportedModelError(
                 f"tensor {info.name!r} of the agent is {tensor.dtype}: save the agent in bfloat16, float16 or float32"
             )
+        elif info.numel == 0:
+            self._records.update(base_records(self._base, [info.name]))
         elif not is_mergeable(info.dtype):
             self._records.update(base_records(self._base, [info.name]))
             if _digest(tensor) != self._records[info.name].base:
@@ -136,6 +148,7 @@ class FullSnapshot:
         Raises:
             IncompatibleAgentError: if the agent untied the output head.
         """
+        self.flush()
         for name, digest in self._extra_digests.items():
             # A tied head that was saved beside the embedding says nothing new.
             tied_to = self._base.tied.get(name)
@@ -160,75 +173,111 @@ class FullSnapshot:
             hidden_update=self._rounding / self._update if self._is_rounded and self._update else None,
         )
 
+    def flush(self) -> None:
+        """Finish the tensors that were added, so that their memory can be given back."""
+        self._workers.drain()
+
     def _write(self, tensor: AgentTensor) -> None:
-        info = self._base.tensors[tensor.name]
-        base_hasher, trained_hasher, stored_hasher = blake3(), blake3(), blake3()
-        ends, position = [], 0
-        self._writer.begin(CODES + info.name, torch.uint8)
-        starts = range(0, info.numel, TILE_NUMEL)
-        for _, tile in in_threads(lambda start: self._encode(tensor, start), starts):
-            base_hasher.update(tensor_bytes(tile.base))
-            trained_hasher.update(tensor_bytes(tile.trained))
-            stored_hasher.update(tensor_bytes(tile.stored))
-            self._writer.append(tile.frame)
-            position += len(tile.frame)
-            ends.append(position)
-            self._count(tile)
-        record = TensorRecord(dtype=DTYPE_NAMES[info.dtype], shape=list(info.shape), base=base_hasher.hexdigest())
-        if position:
+        """Have the tensor encoded; its pieces are written in their order, while others are encoded."""
+        written = _WrittenTensor(self._base.tensors[tensor.name])
+        for start in range(0, written.info.numel, PIECE_NUMEL):
+            self._workers.put(partial(self._encode, tensor, start), partial(self._append, written))
+
+    def _append(self, written: "_WrittenTensor", piece: "_EncodedPiece") -> None:
+        if not written.pieces:
+            self._writer.begin(DELTA_PREFIX + written.info.name, torch.uint8)
+        for tile in piece.tiles:
+            for part in (tile.large.mask, tile.large.codes, tile.small.mask, tile.small.codes):
+                self._writer.append(part)
+                written.ends.append(len(part) + (written.ends[-1] if written.ends else 0))
+        self._count(piece)
+        # what was written is not needed any more
+        piece.tiles.clear()
+        written.pieces.append(piece)
+        if len(written.pieces) == num_pieces(written.info.numel):
+            self._end(written)
+
+    def _end(self, written: "_WrittenTensor") -> None:
+        info, pieces = written.info, written.pieces
+        record = TensorRecord(
+            dtype=DTYPE_NAMES[info.dtype],
+            shape=list(info.shape),
+            base=join_digests(piece.base_digest for piece in pieces),
+        )
+        if written.ends and written.ends[-1]:
             self._writer.end()
-            self._writer.write(FRAMES + info.name, torch.tensor(ends, dtype=torch.int64))
-            record.stored, record.agent = DTYPE_NAMES[tile.stored.dtype], stored_hasher.hexdigest()
+            self._writer.write(ENDS_PREFIX + info.name, torch.tensor(written.ends, dtype=torch.int64))
+            record.stored = DTYPE_NAMES[pieces[0].dtype]
+            record.agent = join_digests(piece.stored_digest for piece in pieces)
         else:
             self._writer.cancel()
         self._records[info.name] = record
-        self._agent_digests[info.name] = trained_hasher.hexdigest()
+        self._agent_digests[info.name] = join_digests(piece.trained_digest for piece in pieces)
 
-    def _encode(self, tensor: AgentTensor, start: int) -> "_EncodedTile":
-        """One tile: rounded, or without changes of at most epsilon, if that was asked for; then encoded."""
+    def _encode(self, tensor: AgentTensor, start: int) -> "_EncodedPiece":
+        """One piece: rounded, or without changes of at most epsilon, if that was asked for; then encoded."""
         info = self._base.tensors[tensor.name]
-        stop = min(start + TILE_NUMEL, info.numel)
-        base, trained = self._base.read(info.name, start, stop), tensor.read(start, stop)
-        check_finite(info.name, trained)
+        stop = min(start + PIECE_NUMEL, info.numel)
+        into = self._scratch.take((stop - start) * info.dtype.itemsize)
+        base, trained = self._base.read(info.name, start, stop, into), tensor.read(start, stop)
         rounded = trained.to(self._dtype) if self._dtype in (base.dtype, torch.float32) else trained
         stored = rounded.to(codec_dtype(base.dtype, rounded.dtype))
-        is_cut = False
+        widened, is_cut = base.to(stored.dtype), False
         if stored.dtype == torch.float32 and self._epsilon > 0:
-            small = (stored - base.float()).abs() <= self._epsilon
-            is_cut = bool((small & (stored != base)).any())
-            stored = select(small, base.float(), stored)
-        widened = base.to(stored.dtype)
-        frame = encode_frame(widened, stored)
-        changed = int(torch.count_nonzero(widened != stored)) if frame else 0
-        tile = _EncodedTile(base, trained, stored, frame, changed, is_cut)
+            small = (stored - widened).abs() <= self._epsilon
+            is_cut = bool((small & (stored != widened)).any())
+            stored = select(small, widened, stored)
+        tiles = [encode_tile(*pair) for pair in zip(widened.split(TILE_NUMEL), stored.split(TILE_NUMEL), strict=True)]
+        if not all(tile.is_finite for tile in tiles):
+            raise diverged(info.name)
+        trained_digest = digest_piece(trained)
+        piece = _EncodedPiece(
+            base_digest=digest_piece(base),
+            trained_digest=trained_digest,
+            stored_digest=trained_digest if stored is trained else digest_piece(stored),
+            dtype=stored.dtype,
+            tiles=tiles,
+            is_cut=is_cut,
+            numel=stop - start,
+        )
         if rounded.dtype.itemsize < trained.dtype.itemsize:
-            update = trained.double() - base.double()
-            tile.changed_by_training = int(torch.count_nonzero(update))
-            tile.update = float(update.abs().sum())
-            tile.rounding = float((trained.double() - stored.double()).abs().sum())
-        return tile
+            update = trained - base.float()
+            piece.changed_by_training = int(torch.count_nonzero(update))
+            piece.update = float(update.abs_().sum(dtype=torch.float64))
+            piece.rounding = float((trained - stored.float()).abs_().sum(dtype=torch.float64))
+        return piece
 
-    def _count(self, tile: "_EncodedTile") -> None:
-        self._stored_numel[tile.stored.dtype] = self._stored_numel.get(tile.stored.dtype, 0) + tile.stored.numel()
-        self._changed += tile.changed
-        self._is_cut |= tile.is_cut
-        if tile.update is not None:
+    def _count(self, piece: "_EncodedPiece") -> None:
+        self._stored_numel[piece.dtype] = self._stored_numel.get(piece.dtype, 0) + piece.numel
+        self._changed += sum(tile.changed for tile in piece.tiles)
+        self._is_cut |= piece.is_cut
+        if piece.update is not None:
             self._is_rounded = True
-            self._changed_by_training += tile.changed_by_training
-            self._update += tile.update
-            self._rounding += tile.rounding
+            self._changed_by_training += piece.changed_by_training
+            self._update += piece.update
+            self._rounding += piece.rounding
 
 
 @dataclass(slots=True)
-class _EncodedTile:
-    """A tile of the base, of the agent, and what is kept of it; the last three are set if it was rounded."""
+class _WrittenTensor:
+    """A tensor on its way into the file: the pieces that are written, and where each part of each tile ends."""
 
-    base: Tensor
-    trained: Tensor
-    stored: Tensor
-    frame: bytes
-    changed: int
+    info: TensorInfo
+    pieces: list["_EncodedPiece"] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class _EncodedPiece:
+    """What is kept of a piece of an agent, and digests of it and of the base; the last three if it was rounded."""
+
+    base_digest: bytes
+    trained_digest: bytes
+    stored_digest: bytes
+    dtype: torch.dtype
+    tiles: list[EncodedTile]
     is_cut: bool
+    numel: int
     changed_by_training: int = 0
     update: float | None = None
     rounding: float = 0.0
@@ -255,45 +304,7 @@ def total_parameters(records: dict[str, TensorRecord]) -> int:
     )
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinity.
-
-    Raises:
-        NonFiniteError: naming the tensor.
-    """
-    # The largest magnitude is NaN or infinite if any element is: one pass.
-    if tensor.numel() and not tensor.abs().amax().isfinite():
-        raise NonFiniteError(f"tensor {name!r} of the agent holds NaN or infinity: its training diverged")
-
-
-def check_tensors(shapes: dict[str, tuple[int, ...]], base: Checkpoint) -> None:
-    """Refuse a full fine-tune whose tensors are not the base's.
-
-    Args:
-        shapes (`dict[str, tuple[int, ...]]`):
-            Shapes of the agent's tensors, by the names that the base's files use.
-
-    Raises:
-        IncompatibleAgentError: naming the first that differs.
-    """
-    for name, shape in shapes.items():
-        if name not in base.tensors:
-            if (name == OUTPUT_HEAD and base.ties_embeddings) or name.endswith(_COMPUTED_BUFFERS):
-                continue
-            raise IncompatibleAgentError(f"the agent has tensor {name!r}, which the base {base.name} lacks")
-        expected = base.tensors[name].shape
-        if tuple(shape) != expected:
-            cure = ""
-            if shape and expected and tuple(shape[1:]) == expected[1:]:
-                cure = ": the vocabulary was resized; resize the base in the same way, save it, and train from that"
-            raise IncompatibleAgentError(
-                f"tensor {name!r} has shape {list(shape)}, in the base {base.name} it has {list(expected)}{cure}"
-            )
-
-
 def _digest(tensor: AgentTensor) -> str:
     numel = torch.Size(tensor.shape).numel()
-    hasher = blake3()
-    for start in range(0, numel, TILE_NUMEL):
-        hasher.update(tensor_bytes(tensor.read(start, min(start + TILE_NUMEL, numel))))
-    return hasher.hexdigest()
+    starts = range(0, numel, PIECE_NUMEL)
+    return join_digests(digest_piece(tensor.read(at, min(at + PIECE_NUMEL, numel))) for at in starts)

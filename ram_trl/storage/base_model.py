@@ -1,13 +1,15 @@
 """The base model of registered agents: found again by what was recorded, and refused if it is not the same."""
 
+from collections.abc import Mapping
+
 from ..errors import BaseModelError, IncompatibleAgentError
 from .checkpoint import Checkpoint
 from .manifest import TensorRecord
 from .registry import RegisteredAgent
-from .tensor_file import DTYPE_NAMES
+from .tensor_file import DTYPE_NAMES, join_digests, num_pieces
 
 
-__all__ = ["check_base_tensor", "check_same_base", "open_recorded_base"]
+__all__ = ["BaseDigests", "check_same_base", "open_recorded_base"]
 
 
 def check_same_base(agents: list[RegisteredAgent]) -> None:
@@ -26,7 +28,7 @@ def check_same_base(agents: list[RegisteredAgent]) -> None:
 
 
 def open_recorded_base(agent: RegisteredAgent, base_model: str | None = None) -> Checkpoint:
-    """Open an agent's base model; headers are compared with the record now, weights by [`check_base_tensor`].
+    """Open an agent's base model; headers are compared with the record now, weights by [`BaseDigests`].
 
     Args:
         agent ([`~ram_trl.storage.registry.RegisteredAgent`]):
@@ -60,14 +62,40 @@ def open_recorded_base(agent: RegisteredAgent, base_model: str | None = None) ->
     return base
 
 
-def check_base_tensor(base: Checkpoint, name: str, record: TensorRecord) -> None:
-    """Compare a tensor of the base with its recorded digest.
+class BaseDigests:
+    """Compares tensors of the base with their recorded digests, piece by piece as they are read.
 
-    Raises:
-        BaseModelError: if its bytes are others.
+    Args:
+        base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
+            The base.
+        records (`Mapping[str, TensorRecord]`):
+            What was recorded of its tensors.
     """
-    if base.digest(name) != record.base:
-        raise BaseModelError(
-            f"{base.name} is not the recorded base model: the weights of tensor {name!r} differ; "
-            "restore the original weights or name their directory with --base_model"
-        )
+
+    def __init__(self, base: Checkpoint, records: Mapping[str, TensorRecord]):
+        self._base, self._records = base, records
+        self._pieces: dict[str, list[bytes]] = {}
+
+    def add(self, name: str, piece: bytes) -> None:
+        """Take the digest of a tensor's next piece; with the last one the tensor is compared.
+
+        Raises:
+            BaseModelError: if the tensor's bytes are not those that were recorded.
+        """
+        pieces = self._pieces.setdefault(name, [])
+        pieces.append(piece)
+        if len(pieces) == num_pieces(self._records[name].numel):
+            del self._pieces[name]
+            self.compare(name, join_digests(pieces))
+
+    def compare(self, name: str, digest: str) -> None:
+        """Compare a whole tensor's digest.
+
+        Raises:
+            BaseModelError: if the tensor's bytes are not those that were recorded.
+        """
+        if digest != self._records[name].base:
+            raise BaseModelError(
+                f"{self._base.name} is not the recorded base model: the weights of tensor {name!r} differ; "
+                "restore the original weights or name their directory with --base_model"
+            )

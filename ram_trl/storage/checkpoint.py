@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from ..errors import BaseModelError, ConfigError, CorruptedFileError, UnsupportedModelError
-from .durable import explain_os_errors, read_json, write_json
+from .durable import explain_os_errors, read_json, start_writeback, write_json
 from .tensor_file import TensorFile, TensorInfo, build_header, tensor_bytes
 
 
@@ -80,12 +81,12 @@ class Checkpoint:
         # The Hub's cache names a snapshot's folder after its commit.
         return cls(path, name=name, revision=path.name)
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements `start ... stop - 1` of a flattened tensor, on the CPU."""
-        return self._file_of[name].read(name, start, stop)
+    def read(self, name: str, start: int = 0, stop: int | None = None, into: np.ndarray | None = None) -> Tensor:
+        """Elements `start ... stop - 1` of a flattened tensor, on the CPU; in the memory `into`, if it is given."""
+        return self._file_of[name].read(name, start, stop, into)
 
     def digest(self, name: str) -> str:
-        """BLAKE3 of a tensor's bytes, hexadecimal."""
+        """Digest of a tensor, as [`~ram_trl.storage.tensor_file.join_digests`] defines it."""
         return self._file_of[name].digest(name)
 
     def check_unchanged(self) -> None:
@@ -185,10 +186,12 @@ class CheckpointWriter:
         """Write a tile of a tensor from element `start` on."""
         number, position = self._place[name]
         data, position = tensor_bytes(tile), position + start * tile.dtype.itemsize
+        descriptor, begin = self._descriptors[number], position
         with explain_os_errors(f"writing tensor {name!r} to {self.path}"):
             while data:
-                count = os.pwrite(self._descriptors[number], data, position)
+                count = os.pwrite(descriptor, data, position)
                 data, position = data[count:], position + count
+            start_writeback(descriptor, begin, position - begin)
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():

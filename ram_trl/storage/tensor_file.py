@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor
@@ -22,11 +23,13 @@ from ..errors import CorruptedFileError, StorageError
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
-    "StreamWriter",
+    "PIECE_NUMEL",
     "TensorFile",
     "TensorInfo",
     "build_header",
-    "digest_tensor",
+    "digest_piece",
+    "join_digests",
+    "num_pieces",
     "tensor_bytes",
 ]
 
@@ -36,7 +39,9 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_HEADER_VALUES = 1 << 21
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 48
-_READ_BYTES = 1 << 22
+
+# Elements of a tensor that are digested on their own.
+PIECE_NUMEL = 1 << 20
 
 DTYPES = {
     "F64": torch.float64,
@@ -128,18 +133,19 @@ class TensorFile:
     def __del__(self) -> None:
         self.close()
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements `start ... stop - 1` of the flattened tensor, on the CPU."""
+    def read(self, name: str, start: int = 0, stop: int | None = None, into: np.ndarray | None = None) -> Tensor:
+        """Elements `start ... stop - 1` of the flattened tensor, on the CPU; in the memory `into`, if it is given."""
         info = self.tensors[name]
         stop = info.numel if stop is None else stop
-        data = self.read_bytes(info.offset + start * info.dtype.itemsize, (stop - start) * info.dtype.itemsize)
-        if not data:
-            return torch.empty(0, dtype=info.dtype)
-        return torch.frombuffer(data, dtype=info.dtype)
+        nbytes = (stop - start) * info.dtype.itemsize
+        data = np.empty(nbytes, np.uint8) if into is None else into
+        assert len(data) == nbytes, f"{name}: {nbytes} bytes do not fill {len(data)}"
+        self.read_into(info.offset + start * info.dtype.itemsize, data)
+        # numpy gives an empty array a stride with which torch cannot view it as another dtype
+        return torch.from_numpy(data).view(info.dtype) if nbytes else torch.empty(0, dtype=info.dtype)
 
-    def read_bytes(self, offset: int, length: int) -> bytearray:
-        """Exactly `length` bytes from `offset`."""
-        data = bytearray(length)
+    def read_into(self, offset: int, data: np.ndarray | bytearray) -> None:
+        """Fill `data` with the bytes from `offset` on."""
         view = memoryview(data)
         while view:
             try:
@@ -150,7 +156,6 @@ class TensorFile:
                 raise CorruptedFileError(f"{self.path} ends early: it was cut short or is still being written")
             view = view[count:]
             offset += count
-        return data
 
     def check_unchanged(self) -> None:
         """Refuse a file that was written to since it was opened.
@@ -163,11 +168,10 @@ class TensorFile:
             raise CorruptedFileError(f"{self.path} was changed while it was being read: leave it alone and try again")
 
     def digest(self, name: str) -> str:
-        """BLAKE3 of the tensor's bytes, hexadecimal."""
-        info, hasher = self.tensors[name], blake3()
-        for position in range(0, info.nbytes, _READ_BYTES):
-            hasher.update(self.read_bytes(info.offset + position, min(_READ_BYTES, info.nbytes - position)))
-        return hasher.hexdigest()
+        """Digest of the tensor, as [`join_digests`] defines it."""
+        numel = self.tensors[name].numel
+        starts = range(0, numel, PIECE_NUMEL)
+        return join_digests(digest_piece(self.read(name, at, min(at + PIECE_NUMEL, numel))) for at in starts)
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, TensorInfo]]:
         status = os.fstat(self._fd)
@@ -176,10 +180,13 @@ class TensorFile:
             raise StorageError(f"{self.path} is not a regular file")
         if status.st_size < 8:
             raise CorruptedFileError(f"{self.path} is not a safetensors file: it holds {status.st_size} bytes")
-        length = int.from_bytes(self.read_bytes(0, 8), "little")
+        text = bytearray(8)
+        self.read_into(0, text)
+        length = int.from_bytes(text, "little")
         if length > min(MAX_HEADER_BYTES, status.st_size - 8):
             raise CorruptedFileError(f"{self.path} is not a safetensors file: it claims a header of {length} bytes")
-        text = self.read_bytes(8, length)
+        text = bytearray(length)
+        self.read_into(8, text)
         if sum(text.count(mark) for mark in (b"{", b"[", b",")) > _MAX_HEADER_VALUES:
             raise CorruptedFileError(f"{self.path} has a damaged header: more entries than any model has tensors")
         try:
@@ -205,68 +212,6 @@ class TensorFile:
         return metadata, tensors
 
 
-class StreamWriter:
-    """Writes a safetensors file whose tensors' sizes become known only as they are written.
-
-    The header comes first in the file, so room for it is kept from the start and padded with spaces at the end.
-
-    Args:
-        path (`Path`):
-            File to create.
-        names (`Iterable[str]`):
-            Every name that may be written: bounds the header.
-        metadata (`dict[str, str]`):
-            Metadata of the file.
-    """
-
-    def __init__(self, path: Path, names: Iterable[str], metadata: Mapping[str, str]):
-        self.path, self._metadata = path, dict(metadata)
-        self._infos: list[TensorInfo] = []
-        self._position = 0
-        # 160 bytes hold the longest dtype, shape and offsets of an entry
-        room = sum(len(json.dumps(name)) + 160 for name in names) + len(json.dumps(self._metadata)) + 64
-        self._header_length = -(-room // 8) * 8
-        self._file = open(path, "wb")
-        self._file.seek(8 + self._header_length)
-
-    def begin(self, name: str, dtype: torch.dtype) -> None:
-        """Start a tensor; its parts follow by [`append`]."""
-        self._infos.append(TensorInfo(name, dtype, (0,), self._position))
-
-    def append(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._position += len(data)
-
-    def end(self, shape: tuple[int, ...] | None = None) -> None:
-        """Finish the tensor; without a shape it has one dimension."""
-        info = self._infos[-1]
-        length = self._position - info.offset
-        shape = (length // info.dtype.itemsize,) if shape is None else shape
-        self._infos[-1] = TensorInfo(info.name, info.dtype, shape, info.offset)
-        assert self._infos[-1].nbytes == length, f"{info.name}: {length} bytes do not fill shape {shape}"
-
-    def cancel(self) -> None:
-        """Forget a tensor that was begun and to which nothing was appended."""
-        info = self._infos.pop()
-        assert info.offset == self._position, f"{info.name}: {self._position - info.offset} bytes were appended"
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """A whole tensor at once."""
-        self.begin(name, tensor.dtype)
-        self.append(tensor_bytes(tensor))
-        self.end(tuple(tensor.shape))
-
-    def close(self) -> None:
-        """Write the header and close the file."""
-        header = build_header(self._infos, self._metadata, pad_to=self._header_length)
-        self._file.seek(0)
-        self._file.write(header)
-        self._file.close()
-
-    def abort(self) -> None:
-        self._file.close()
-
-
 def build_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str], *, pad_to: int = 0) -> bytes:
     """Header of a file whose tensors lie one after another in the given order, its length field included."""
     header: dict = {"__metadata__": dict(metadata)}
@@ -289,9 +234,19 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
 
 
-def digest_tensor(tensor: Tensor) -> str:
-    """BLAKE3 of the bytes of a CPU tensor, hexadecimal: equal to [`TensorFile.digest`] of the same tensor."""
-    return blake3(tensor_bytes(tensor)).hexdigest()
+def num_pieces(numel: int) -> int:
+    """Number of pieces in which a tensor is digested."""
+    return -(-numel // PIECE_NUMEL)
+
+
+def digest_piece(piece: Tensor) -> bytes:
+    """BLAKE3 of the bytes of at most `PIECE_NUMEL` elements, flat, on the CPU."""
+    return blake3(tensor_bytes(piece)).digest()
+
+
+def join_digests(pieces: Iterable[bytes]) -> str:
+    """Digest of a tensor, hexadecimal: BLAKE3 of the digests of its pieces, so that several threads can compute it."""
+    return blake3(b"".join(pieces)).hexdigest()
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict:

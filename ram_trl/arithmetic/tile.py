@@ -1,0 +1,217 @@
+"""The merge of one tile, from the agents' changes to rounded values, in one of two ways: torch or the compiled loops.
+
+Torch is the definition (`ram.py`, `rounding.py`) and runs on any device; the compiled loops give the same bits in one
+pass over the tile.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .codec import KERNEL_DTYPES, Layer, apply_layer, array_of, is_finite
+from .ram import TileUpdate, average_tile, mask_inactive_, selective_merge_tile, unique_magnitudes
+from .rounding import round_stochastic, stream_state
+
+
+__all__ = [
+    "ENGINES",
+    "Finiteness",
+    "MergedTile",
+    "PackedUpdate",
+    "TileMerge",
+    "merge_tile_compiled",
+    "merge_tile_eager",
+]
+
+ENGINES = ("auto", "compiled", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedUpdate:
+    """What one agent makes of one tile, as differences from a base of 16-bit floats that were not yet applied.
+
+    Args:
+        agent (`int`):
+            Position of the agent in the merge.
+        layer ([`~ram_trl.arithmetic.codec.Layer`]):
+            Every change above the epsilon of the merge, and maybe others.
+    """
+
+    agent: int
+    layer: Layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileMerge:
+    """How tiles are merged.
+
+    Args:
+        method (`str`):
+            One of [`~ram_trl.arithmetic.ram.METHODS`].
+        epsilon (`float`):
+            Threshold of equation 1.
+        factors (`Sequence[float]`):
+            Rescale factor lambda of every agent.
+        weights (`Sequence[float]`):
+            Weight w of every agent, positive.
+        rounding (`str`):
+            `"nearest"` or `"stochastic"`.
+        seed (`int`):
+            Seed of stochastic rounding.
+        device (`torch.device`):
+            Where torch computes.
+    """
+
+    method: str
+    epsilon: float
+    factors: Sequence[float]
+    weights: Sequence[float]
+    rounding: str
+    seed: int
+    device: torch.device
+
+
+class Finiteness(Enum):
+    """Whether merged values are finite; if not, whether they were before they were rounded."""
+
+    FINITE = 0
+    TOO_LARGE = 1
+    NOT_FINITE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTile:
+    """What came out besides the values.
+
+    Args:
+        finiteness ([`Finiteness`]):
+            Of the values.
+        diverged (`list[int]`):
+            Positions of agents that are not finite here.
+        magnitudes (`list[tuple[float, float]]`):
+            For every update what [`~ram_trl.arithmetic.ram.unique_magnitudes`] gives.
+    """
+
+    finiteness: Finiteness
+    diverged: list[int]
+    magnitudes: list[tuple[float, float]]
+
+
+def merge_tile_eager(
+    base: Tensor, updates: Sequence[TileUpdate], merge: TileMerge, name: str, start: int, out: Tensor
+) -> MergedTile:
+    """Merge one tile with torch.
+
+    Args:
+        base (`Tensor`):
+            Parameters of the base model in their own dtype, flat, on the CPU.
+        updates (`Sequence[TileUpdate]`):
+            The agents that touch this tile, at least one, on the CPU, without masks.
+        merge ([`TileMerge`]):
+            How to merge.
+        name (`str`):
+            Name of the tensor.
+        start (`int`):
+            Index of the tile's first element in the flattened tensor.
+        out (`Tensor`):
+            Where the merged parameters go: in the output's dtype, flat, on the CPU.
+    """
+    diverged = [update.agent for update in updates if not is_finite(update.delta)]
+    with _own_stream(merge.device):
+        finiteness, magnitudes = _merge_eager(base, updates, merge, name, start, out)
+    return MergedTile(finiteness, diverged, magnitudes)
+
+
+def merge_tile_compiled(
+    base: Tensor, updates: Sequence[TileUpdate | PackedUpdate], merge: TileMerge, name: str, start: int, out: Tensor
+) -> MergedTile:
+    """Merge one tile with the compiled loops. Arguments as [`merge_tile_eager`]; not for the method `"average"`.
+
+    Raises:
+        ValueError: if a packed update is damaged.
+    """
+    agents = []
+    for update in updates:
+        weight = merge.weights[update.agent]
+        gain = weight * merge.factors[update.agent] - 1.0
+        if isinstance(update, PackedUpdate):
+            agents.append((True, update.layer.bitmap, update.layer.payload, gain, weight))
+        else:
+            agents.append((False, array_of(update.value), array_of(update.delta), gain, weight))
+    key = stream_state(seed=merge.seed, name=name, start=start) if merge.rounding == "stochastic" else None
+    finiteness, are_agents_finite, magnitudes = kernels.compiled.merge(
+        array_of(out),
+        KERNEL_DTYPES[out.dtype],
+        array_of(base),
+        KERNEL_DTYPES[base.dtype],
+        agents,
+        merge.epsilon,
+        key,
+    )
+    diverged = [] if are_agents_finite else [update.agent for update in updates if not _is_update_finite(update, base)]
+    return MergedTile(Finiteness(finiteness), diverged, magnitudes)
+
+
+def _is_update_finite(update: TileUpdate | PackedUpdate, base: Tensor) -> bool:
+    if isinstance(update, TileUpdate):
+        return is_finite(update.delta)
+    values = base.clone()
+    apply_layer(values, update.layer)
+    return is_finite(values.float() - base.float())
+
+
+def _merge_eager(
+    base: Tensor, updates: Sequence[TileUpdate], merge: TileMerge, name: str, start: int, out: Tensor
+) -> tuple[Finiteness, list[tuple[float, float]]]:
+    exact_base = _on_device(base, merge.device).float()
+    updates = [
+        TileUpdate(update.agent, _on_device(update.value, merge.device), _on_device(update.delta, merge.device))
+        for update in updates
+    ]
+    # a plain average knows no masks
+    epsilon = 0.0 if merge.method == "average" else merge.epsilon
+    updates = [mask_inactive_(update, epsilon) for update in updates]
+    if merge.method == "average":
+        merged = average_tile(exact_base, updates, merge.weights)
+    else:
+        merged = selective_merge_tile(exact_base, updates, merge.factors, merge.weights)
+    if merge.rounding == "stochastic":
+        rounded = round_stochastic(merged, out.dtype, seed=merge.seed, name=name, start=start)
+    else:
+        rounded = merged.to(out.dtype)
+    out.copy_(rounded)
+    if is_finite(out):
+        finiteness = Finiteness.FINITE
+    else:
+        finiteness = Finiteness.TOO_LARGE if is_finite(merged.cpu()) else Finiteness.NOT_FINITE
+    return finiteness, unique_magnitudes(exact_base, rounded, updates)
+
+
+class _Streams(threading.local):
+    stream: torch.cuda.Stream | None = None
+
+
+_streams = _Streams()
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, a stream for each thread: while one computes, another's tiles travel."""
+    if device.type != "cuda":
+        yield
+        return
+    if _streams.stream is None:
+        _streams.stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(_streams.stream):
+        yield
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    # only from pinned memory does a copy not wait for the device
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

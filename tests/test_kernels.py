@@ -1,0 +1,349 @@
+"""The compiled loops against their definitions in torch and numpy, bit for bit, with every set of instructions."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tiles import DTYPES, ENGINES, HALVES, all_patterns, bits, computed_by, random_bits, trained
+
+from ram_trl import AgentRegistry, merge_agents, register_agent
+from ram_trl.arithmetic import kernels
+from ram_trl.arithmetic.codec import DEFAULT_EPSILON, TILE_NUMEL, apply_layer, encode_tile
+from ram_trl.arithmetic.masks import decode_mask, encode_mask, pack_bits
+from ram_trl.arithmetic.ram import OverlapCounts, TileUpdate, count_overlaps
+from ram_trl.arithmetic.rounding import uniform
+from ram_trl.arithmetic.tile import Finiteness, PackedUpdate, TileMerge, merge_tile_compiled, merge_tile_eager
+
+
+if kernels.compiled is None:
+    pytest.skip("the loops are not compiled here", allow_module_level=True)
+
+LEVELS = kernels.compiled.LEVELS
+# about the sizes of vectors, of a chunk, and a whole tile
+SIZES = [1, 7, 8, 15, 16, 17, 63, 64, 65, 1023, 1024, 1025]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request):
+    kernels.compiled.use_level(request.param)
+    yield request.param
+    kernels.compiled.use_level(LEVELS[-1])
+
+
+def tiles(dtype):
+    """Bases and agents that differ a little, everywhere, in single elements, or not at all."""
+    for numel in [*SIZES, 5000]:
+        base = random_bits(numel, numel, dtype)
+        yield base, random_bits(numel + 1, numel, dtype)
+        yield base, base
+        for seed, scale in enumerate((1e-6, 3e-5, 1e-2)):
+            yield trained(seed, numel, dtype, scale)
+        moved = base.clone()
+        bits(moved)[-1] ^= 1
+        yield base, moved
+    patterns = all_patterns(dtype)
+    for shift in (1, 127, 128, 129, 255, 256, 2**15 - 1, 2**15):
+        yield patterns, patterns.roll(shift)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_tiles_are_encoded_and_applied_as_by_torch(level, dtype):
+    for base, agent in tiles(dtype):
+        encoded = encode_tile(base, agent)
+        with computed_by("torch"):
+            assert encode_tile(base, agent) == encoded
+        for layer in (encoded.large, encoded.small):
+            if not layer.mask:
+                continue
+            decoded = layer.decode(len(base), base.itemsize)
+            values, expected = base.clone(), base.clone()
+            apply_layer(values, decoded)
+            with computed_by("torch"):
+                apply_layer(expected, decoded)
+            assert torch.equal(bits(values), bits(expected))
+
+
+def test_gaps_are_those_of_numpy(level):
+    rng = np.random.default_rng(0)
+    for numel, density in itertools.product([*SIZES, 5000], (0.0005, 0.004, 0.05, 0.16)):
+        mask = rng.random(numel) < density
+        mask[rng.integers(numel)] = True
+        bitmap, ones = pack_bits(mask), int(np.count_nonzero(mask))
+        data = encode_mask(bitmap, numel, ones)
+        decoded = decode_mask(memoryview(data), numel)
+        with computed_by("torch"):
+            assert encode_mask(bitmap, numel, ones) == data
+            assert np.array_equal(decode_mask(memoryview(data), numel), decoded)
+        assert np.array_equal(decoded, bitmap)
+
+
+@pytest.mark.parametrize("num_agents", [0, 1, 3, 8, 33, 70])
+def test_overlaps_are_counted_as_by_numpy(level, num_agents):
+    rng = np.random.default_rng(num_agents)
+    for numel in [*SIZES, 4096, 4097, 10_000]:
+        density = rng.choice([0.05, 0.5, 1.0], num_agents)
+        masks = {3 * t: pack_bits(rng.random(numel) < density[t]) for t in range(num_agents)}
+        compiled, expected = OverlapCounts.zeros(3 * num_agents), OverlapCounts.zeros(3 * num_agents)
+        count_overlaps(masks, numel, compiled)
+        with computed_by("torch"):
+            count_overlaps(masks, numel, expected)
+        assert compiled == expected
+
+
+def make_base(generator, numel, dtype):
+    """Weights with zeros of both signs, denormals, and others about the largest numbers of float16."""
+    base = (torch.randn(numel, generator=generator) * 0.02).to(dtype)
+    tiny = float(torch.finfo(dtype).smallest_normal)
+    for value in (0.0, -0.0, tiny / 4, -tiny / 2, 2.0**-24, 3e4):
+        base[torch.rand(numel, generator=generator) < 0.03] = value
+    return base
+
+
+def make_update(generator, position, base, kind, epsilon):
+    """One agent, for torch and for the compiled loops: as it is stored, as values, or as deltas of an adapter."""
+    numel = len(base)
+    moved = torch.rand(numel, generator=generator) < 0.6
+    scale = 10.0 ** -torch.randint(2, 7, (numel,), generator=generator).float()
+    delta = torch.where(moved, torch.randn(numel, generator=generator) * scale, 0.0)
+    # not a change, but for -0.0
+    delta[torch.rand(numel, generator=generator) < 0.05] = epsilon
+    value = base.float() + delta
+    if kind != "adapter":
+        stored = value.to(base.dtype)
+        stored[torch.rand(numel, generator=generator) < 0.02] = -0.0
+        value = stored.float()
+        delta = value - base.float()
+        if kind == "packed":
+            large = encode_tile(base, stored).large
+            packed = PackedUpdate(position, large.decode(numel, base.itemsize)) if large.mask else None
+            return TileUpdate(position, value, delta), packed
+    return TileUpdate(position, value, delta), TileUpdate(position, value.clone(), delta.clone())
+
+
+def both(base, pairs, merge, out_dtype, start=0):
+    """What torch and the compiled loops make of a tile; agents without large changes are left out of both."""
+    pairs = [pair for pair in pairs if pair[1] is not None]
+    eager, compiled = torch.empty(len(base), dtype=out_dtype), torch.empty(len(base), dtype=out_dtype)
+    expected = merge_tile_eager(base, [update for update, _ in pairs], merge, "w", start, eager)
+    result = merge_tile_compiled(base, [update for _, update in pairs], merge, "w", start, compiled)
+    return (expected, eager), (result, compiled)
+
+
+def assert_same(base, expected, result):
+    (expected, eager), (result, compiled) = expected, result
+    assert (result.finiteness, result.diverged) == (expected.finiteness, expected.diverged)
+    if result.diverged or result.finiteness is Finiteness.NOT_FINITE:
+        return
+    assert torch.equal(bits(compiled), bits(eager))
+    if result.finiteness is Finiteness.FINITE:
+        # what rounding moves to and fro may cancel
+        tolerance = 1e-6 * float((eager.double() - base.double()).abs().sum()) + 1e-30
+        for pair, expected_pair in zip(result.magnitudes, expected.magnitudes, strict=True):
+            assert pair == pytest.approx(expected_pair, rel=1e-5, abs=tolerance)
+
+
+def merges(rounding, numbers):
+    """Thresholds, gains and weights in turn; a third of the merges are without gains."""
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        num_agents = 1 + number % 8
+        factors, weights = [1.0] * num_agents, [1.0] * num_agents
+        if number % 3:
+            factors = (1 + torch.rand(num_agents, generator=generator) * 0.2).tolist()
+        if number % 3 == 2:
+            weights = (0.25 + torch.rand(num_agents, generator=generator) * 3).tolist()
+        merge = TileMerge(
+            method="ram_plus",
+            epsilon=(0.0, DEFAULT_EPSILON, 1e-3)[number // 3 % 3],
+            factors=factors,
+            weights=weights,
+            rounding=rounding,
+            seed=number * 7919 - 50,
+            device=torch.device("cpu"),
+        )
+        yield generator, num_agents, merge
+
+
+def kinds_for(base, merge):
+    """Which updates there are: float32 and changes below the stored threshold come as values."""
+    packed = base.itemsize == 2 and merge.epsilon >= DEFAULT_EPSILON
+    return ["packed", "values", "adapter", "packed"] if packed else ["values", "adapter"]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_tiles_are_merged_as_by_torch(level, base_dtype, out_dtype, rounding):
+    finite = []
+    for number, (generator, num_agents, merge) in enumerate(merges(rounding, range(36))):
+        base = make_base(generator, SIZES[number % len(SIZES)], base_dtype)
+        kinds = itertools.cycle(kinds_for(base, merge))
+        pairs = [make_update(generator, t, base, next(kinds), merge.epsilon) for t in range(num_agents)]
+        if any(packed is not None for _, packed in pairs):
+            expected, result = both(base, pairs, merge, out_dtype, start=number << 3 * number % 41)
+            assert_same(base, expected, result)
+            finite.append(result[0].finiteness is Finiteness.FINITE)
+    assert sum(finite) > 20
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_tiles_are_merged_as_by_torch(level, dtype, rounding):
+    # number 5 has gains, weights and the default threshold
+    generator, num_agents, merge = next(merges(rounding, [5]))
+    base = make_base(generator, TILE_NUMEL, dtype)
+    kinds = itertools.cycle(kinds_for(base, merge))
+    pairs = [make_update(generator, t, base, next(kinds), merge.epsilon) for t in range(num_agents)]
+    assert_same(base, *both(base, pairs, merge, dtype, start=3 * TILE_NUMEL))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_any_finite_numbers_are_merged_as_by_torch(level, base_dtype, out_dtype, rounding):
+    for number, (_, num_agents, merge) in enumerate(merges(rounding, range(12))):
+        draws = [random_bits(100 * number + t, 1025, base_dtype) for t in range(num_agents + 1)]
+        # no sum of these overflows float32, many overflow float16
+        base, *agents = (torch.where(draw.float().abs() < 1e36, draw, 0.0).to(base_dtype) for draw in draws)
+        pairs = []
+        for position, agent in enumerate(agents):
+            update = TileUpdate(position, agent.float(), agent.float() - base.float())
+            packed = TileUpdate(position, update.value.clone(), update.delta.clone())
+            if base.itemsize == 2 and merge.epsilon >= DEFAULT_EPSILON:
+                packed = PackedUpdate(position, encode_tile(base, agent).large.decode(1025, base.itemsize))
+            pairs.append((update, packed))
+        assert_same(base, *both(base, pairs, merge, out_dtype))
+
+
+def plain(num_agents=1, rounding="nearest", factor=1.0):
+    ones = [1.0] * num_agents
+    factors = [factor] * num_agents
+    cpu = torch.device("cpu")
+    return TileMerge(
+        method="ram", epsilon=DEFAULT_EPSILON, factors=factors, weights=ones, rounding=rounding, seed=0, device=cpu
+    )
+
+
+def updates_of(base, *agents):
+    """Stored agents for torch and for the compiled loops."""
+    pairs = []
+    for position, agent in enumerate(agents):
+        layer = encode_tile(base, agent).large.decode(len(base), base.itemsize)
+        update = TileUpdate(position, agent.float(), agent.float() - base.float())
+        pairs.append((update, PackedUpdate(position, layer)))
+    return pairs
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_one_agent_alone_keeps_its_bits_and_negative_zeros(level, dtype):
+    finite = all_patterns(dtype)[all_patterns(dtype).isfinite()]
+    for base in (finite.roll(1), finite.flip(0)):
+        # differences that float32 holds
+        agent = torch.where((finite.float() - base.float()).isfinite(), finite, base)
+        expected, (_, merged) = both(base, updates_of(base, agent), plain(), dtype)
+        assert torch.equal(bits(merged), bits(expected[1]))
+        is_large = (agent.float() - base.float()).abs() > DEFAULT_EPSILON
+        assert torch.equal(bits(merged)[is_large], bits(agent)[is_large])
+        assert torch.equal(bits(merged)[~is_large], bits(base)[~is_large])
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("base_dtype", [torch.bfloat16, torch.float32])
+def test_values_beyond_float16_are_told(level, base_dtype, rounding):
+    base = torch.zeros(1030, dtype=base_dtype)
+    agent = base.clone()
+    agent[1029] = 70_000.0
+    delta = agent.float()
+    pairs = [(TileUpdate(0, delta, delta.clone()), TileUpdate(0, delta.clone(), delta.clone()))]
+    expected, result = both(base, pairs, plain(rounding=rounding), torch.float16)
+    assert result[0].finiteness is Finiteness.TOO_LARGE
+    assert_same(base, expected, result)
+
+
+def test_random_numbers_that_equal_the_probability_decide_as_in_torch(level):
+    drawn = uniform(20_000, seed=0, name="w", start=0, device=torch.device("cpu"))
+    # float32 has 16 places behind those of bfloat16
+    is_equal = (drawn * 2**16 == (drawn * 2**16).floor()) & (drawn < 0.5) & (drawn > 0)
+    assert is_equal.sum() > 10
+    base = torch.zeros(20_000)
+    value = torch.where(is_equal, 1.0 + drawn * 2.0**-7, 1.0)
+    pairs = [(TileUpdate(0, value, value.clone()), TileUpdate(0, value.clone(), value.clone()))]
+    expected, result = both(base, pairs, plain(rounding="stochastic"), torch.bfloat16)
+    assert_same(base, expected, result)
+    assert (result[1] == 1.0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agents_that_are_not_finite_are_named(level, dtype, bad):
+    base, good = trained(1, 1100, dtype, 1e-3)
+    # in the mask of equation 1 a NaN is no change: it comes as values
+    for position, kind in itertools.product((0, 1027, 1099), ("values", "packed")):
+        if kind == "packed" and (dtype == torch.float32 or bad != bad):
+            continue
+        diverged = good.clone()
+        diverged[position] = bad
+        agents = [good, diverged, good]
+        pairs = [(TileUpdate(t, a.float(), a.float() - base.float()),) * 2 for t, a in enumerate(agents)]
+        if kind == "packed":
+            pairs = updates_of(base, *agents)
+        compiled = [(TileUpdate(e.agent, e.value, e.delta.clone()), c) for e, c in pairs]
+        expected, result = both(base, compiled, plain(3), dtype)
+        assert expected[0].diverged == result[0].diverged == [1]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_base_that_is_not_finite_is_told(level, out_dtype, bad):
+    base, agent = trained(1, 1100, torch.float32, 1e-3)
+    base[1050] = bad
+    delta = torch.where(torch.arange(1100) == 1050, 0.0, agent - base)
+    pairs = [(TileUpdate(0, agent, delta), TileUpdate(0, agent.clone(), delta.clone()))]
+    _, (result, _) = both(base, pairs, plain(), out_dtype)
+    assert result.finiteness is Finiteness.NOT_FINITE and result.diverged == []
+
+
+def test_difference_beyond_float32_is_refused_as_by_torch():
+    base, agent = torch.full((20,), -3e38, dtype=torch.bfloat16), torch.full((20,), 3e38, dtype=torch.bfloat16)
+    expected, result = both(base, updates_of(base, agent), plain(), torch.bfloat16)
+    assert result[0].diverged == expected[0].diverged == [0]
+
+
+def test_denormal_numbers_survive_where_the_processor_flushes_them():
+    base = torch.tensor([2.0**-24, 3 * 2.0**-24, 1.0] * 10).half()
+    agent = torch.where(base == 1.0, 2.0, base.float()).half()
+    pairs = updates_of(base, agent)
+    # as a library that was compiled with -ffast-math does
+    assert torch.set_flush_denormal(True)
+    try:
+        expected, result = both(base, pairs, plain(), torch.float16)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(base, expected, result)
+
+
+def files_of(folder, pattern):
+    return {path.name: path.read_bytes() for path in folder.rglob(pattern)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"epsilon": 0.0, "rounding": "stochastic"}, {"method": "average"}])
+def test_models_registered_and_merged_without_the_loops_are_the_same_bytes(zoo, tmp_path, dtype, options):
+    base = zoo.base("qwen2_wide", dtype)
+    agents = {f"a{seed}": zoo.agent(base, seed=seed, density=0.1 + 0.2 * seed) for seed in range(3)}
+    stored, merged = [], []
+    for engine in ENGINES:
+        with computed_by(engine):
+            for name, model in agents.items():
+                register_agent(str(tmp_path / engine), name, str(model), base_model=str(base), epsilon=0.0)
+        for name in agents:
+            folder = AgentRegistry(tmp_path / engine).get(name).path
+            stored.append((name, engine, files_of(folder, "delta.safetensors") | files_of(folder, "tensors.json")))
+    for registry, engine in itertools.product(ENGINES, ENGINES):
+        with computed_by(engine):
+            merge_agents(str(tmp_path / registry), str(tmp_path / f"{registry}-{engine}"), **options)
+        merged.append(files_of(tmp_path / f"{registry}-{engine}", "*.safetensors"))
+    for (name, _, files), (other, _, other_files) in zip(stored[:3], stored[3:], strict=True):
+        assert name == other and len(files) == 2 and files == other_files
+    assert merged[0] and all(files == merged[0] for files in merged)
