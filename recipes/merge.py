@@ -9,6 +9,8 @@ python recipes/merge.py --registry registry --probe_only
 accelerate launch recipes/merge.py --config recipes/configs/merge.yaml --output_dir merged
 """
 
+import gc
+
 from ram_trl.config import MergeConfig, parse_config
 from ram_trl.terminal import exit_on_error, progress_bar
 
@@ -21,6 +23,8 @@ def main() -> None:
         from ram_trl.merging.merge import merge_agents
         from ram_trl.merging.report import format_report
 
+        # what was imported stays: the collector need not look through it again and again
+        gc.freeze()
         world = start_world(cpu=config.cpu)
         with progress_bar() as progress:
             report = merge_agents(**config.merge_arguments(), world=world, progress=progress)
