@@ -7,6 +7,7 @@ and the disk is busy while others compute.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +74,8 @@ def probe_tensors(plan: MergePlan, names: Sequence[str], advance: Callable[[int]
             tile = None if base is None else base[start - block.start : stop - block.start]
             masks = {}
             for position in plan.touched_by.get(block.name, ()):
-                mask = plan.vectors[position].mask(block.name, start, stop - start, tile, epsilon)
+                with _base_first(plan, block.name):
+                    mask = plan.vectors[position].mask(block.name, start, stop - start, tile, epsilon)
                 if mask is not None:
                     masks[position] = mask
             count_overlaps(masks, stop - start, counts)
@@ -127,7 +129,8 @@ def merge_tensors(
             if copy.name != block.name:
                 repeat = plan.base.read(copy.name, block.start, block.stop)
                 digests.append((copy.name, digest_piece(repeat)))
-        merged, magnitudes = _merge_block(plan, block, base, how, scratch)
+        with _base_first(plan, block.name):
+            merged, magnitudes = _merge_block(plan, block, base, how, scratch)
         for copy in copies:
             writer.write(copy.name, block.start, merged)
         return digests, magnitudes
@@ -189,6 +192,16 @@ def _updates(plan: MergePlan, name: str, start: int, base: Tensor) -> list[TileU
 
 def _read_base(plan: MergePlan, block: _Block, scratch: Scratch) -> Tensor:
     return plan.base.read(block.name, block.start, block.stop, into=scratch.take(block.nbytes, "base"))
+
+
+@contextmanager
+def _base_first(plan: MergePlan, name: str) -> Iterator[None]:
+    """Over a wrong base an agent can seem to have diverged: what is said then must be said of the base."""
+    try:
+        yield
+    except NonFiniteError:
+        BaseDigests(plan.base, plan.records).compare(name, plan.base.digest(name))
+        raise
 
 
 def _checked_cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
