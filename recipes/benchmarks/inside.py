@@ -73,6 +73,8 @@ def snapshot_times(base_model: str, model: str, output_dir: Path, runs: int) -> 
         "register": lambda: register_agent(registry, "agent", model, base_model=base_model),
         "restore": lambda: restore_agent(registry, "agent", restored),
         "save_pretrained": lambda: loaded.save_pretrained(saved),
+        # ours do not return before what they wrote is on the disk
+        "save_pretrained, sync": lambda: (loaded.save_pretrained(saved), os.sync()),
     }
     rounds = []
     for _ in range(runs + (runs > 1)):
