@@ -22,8 +22,8 @@ format: $(VENV)/installed
 clean:
 	rm -rf $(VENV) quickstart
 
-# torch first and alone: its pinned wheel decides which of torch's own dependencies are installed at all
 KERNELS := $(wildcard ram_trl/arithmetic/_kernels*.[ch])
+# torch first and alone: its pinned wheel decides which of torch's own dependencies are installed at all
 $(VENV)/installed: pyproject.toml constraints.txt $(KERNELS)
 	@echo "Installing into $(VENV): about a minute, more where torch must be fetched first"
 	$(PYTHON) -m venv $(VENV)

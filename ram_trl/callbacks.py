@@ -15,11 +15,12 @@ import peft
 import torch
 import transformers
 import trl
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, is_initialized
 from torch import nn
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .arithmetic.defaults import DEFAULT_EPSILON
 from .distributed import current_world
 from .errors import RamTrlError
 from .registering.live import LiveRegistration
@@ -84,7 +85,7 @@ class RAMRegistryCallback(TrainerCallback):
         base_model: str | None = None,
         revision: str | None = None,
         snapshot_dtype: str = "auto",
-        epsilon: float = 1e-5,
+        epsilon: float = DEFAULT_EPSILON,
         strict: bool = False,
     ):
         check_options(agent, snapshot_dtype, epsilon)
@@ -110,7 +111,7 @@ class RAMRegistryCallback(TrainerCallback):
         if registration.base_model is None and registration.revision is None:
             # TRL's configurations say here which revision of the model they load.
             registration.revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
-        registration.check(model, world)
+        registration.check(model, world, _executed_in())
         base = registration.base_model or base_name(unwrap(model))
         if world.is_main and _CHECKPOINT.fullmatch(Path(base).name):
             logger.warning(
@@ -127,7 +128,7 @@ class RAMRegistryCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
     ) -> None:
         world = current_world()
-        executed_in = _AUTOCAST.get(AcceleratorState().mixed_precision)
+        executed_in = _executed_in()
         show = progress_bar() if world.is_main and not args.disable_tqdm else contextlib.nullcontext()
         try:
             with show as progress:
@@ -173,11 +174,16 @@ class RAMRegistryCallback(TrainerCallback):
             "revision": registration.revision,
             "model": checkpoint or "DIR",
             "snapshot_dtype": None if dtype == "auto" else dtype,
-            "epsilon": None if registration.epsilon == 1e-5 else str(registration.epsilon),
+            "epsilon": None if registration.epsilon == DEFAULT_EPSILON else str(registration.epsilon),
         }
         given = {name: shlex.quote(value) for name, value in options.items() if value is not None}
         command = "ram-trl register " + " ".join(f"--{name} {value}" for name, value in given.items())
         return command if checkpoint else f"{command}\n  (after trainer.save_model(DIR): there is no checkpoint of it)"
+
+
+def _executed_in() -> torch.dtype | None:
+    """Dtype of autocast, if the run computes under it."""
+    return _AUTOCAST.get(AcceleratorState().mixed_precision) if is_initialized() else None
 
 
 def _final_checkpoint(args: TrainingArguments, state: TrainerState) -> str | None:

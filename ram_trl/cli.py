@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from .arithmetic.defaults import DEFAULT_EPSILON
 from .config import OptionParser
 from .terminal import exit_on_error, progress_bar
 
@@ -159,7 +160,10 @@ def _parser() -> argparse.ArgumentParser:
         "--snapshot_dtype", default="auto", help="auto (the agent's own), bfloat16, float16, float32."
     )
     register.add_argument(
-        "--epsilon", type=float, default=1e-5, help="Smallest change that is stored of float32 weights (default 1e-5)."
+        "--epsilon",
+        type=float,
+        default=DEFAULT_EPSILON,
+        help=f"Smallest change that is stored of float32 weights (default {DEFAULT_EPSILON:g}).",
     )
     listing = add("list", _list, "List the agents of a registry.")
     show = add("show", _show, "Show one agent.", agent=one)

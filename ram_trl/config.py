@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from .arithmetic.defaults import DEFAULT_EPSILON
 from .errors import ConfigError
 
 
@@ -54,7 +55,7 @@ class MergeConfig:
     r: float | None = field(default=None, metadata={"help": "Rescale strength r (equation 6). Default: 0.1."})
     alpha: float | None = field(default=None, metadata={"help": "Bound alpha on rho (equation 6). Default: 2.0."})
     epsilon: float = field(
-        default=1e-5,
+        default=DEFAULT_EPSILON,
         metadata={"help": "A parameter counts as changed when it differs from the base by more than this."},
     )
     weights: dict[str, float] | None = field(
@@ -106,7 +107,7 @@ class RegistryConfig:
         default="auto", metadata={"help": "auto (what rollouts execute), bfloat16, float16 or float32."}
     )
     snapshot_epsilon: float = field(
-        default=1e-5, metadata={"help": "Smallest change that is stored of weights kept in float32."}
+        default=DEFAULT_EPSILON, metadata={"help": "Smallest change that is stored of weights kept in float32."}
     )
     strict: bool = field(default=False, metadata={"help": "Fail at the end if the agent cannot be registered."})
 

@@ -19,12 +19,14 @@ from torch import Tensor
 from .errors import DistributedError, RamTrlError
 
 
-__all__ = ["SINGLE", "World", "current_world", "full_parameter", "is_sharded", "start_world"]
+__all__ = ["SINGLE", "World", "all_cores", "current_world", "full_parameter", "is_sharded", "start_world"]
 
 T = TypeVar("T")
 
 # A launcher starts its processes together; how much later one may be than another, in seconds.
 JOIN_SECONDS = 60
+# Set by torchrun and by accelerate launch, also for one process.
+_LAUNCHED = ("LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 # Set by mpirun, which sets no WORLD_SIZE.
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -118,6 +120,7 @@ def start_world(cpu: bool = False) -> World:
     """
     cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     size = _launched("WORLD_SIZE", 1)
+    torch.set_num_threads(_num_threads(_launched("LOCAL_WORLD_SIZE", 1)))
     for variable in _MPI_SIZES:
         if size == 1 and _launched(variable, 1) > 1:
             raise DistributedError(
@@ -145,6 +148,25 @@ def start_world(cpu: bool = False) -> World:
             "start all of them with torchrun or accelerate launch, or unset WORLD_SIZE"
         ) from error
     return World(rank, size, _device(_launched("LOCAL_RANK", rank), cpu), group)
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """While other processes of the run wait for this one, let it compute with all the cores that it may use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_num_threads(1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _num_threads(processes: int) -> int:
+    """Threads for each of some processes on this machine. Launchers set one, unless the user asked for more."""
+    if os.environ.get("OMP_NUM_THREADS") != "1" or not any(name in os.environ for name in _LAUNCHED):
+        return torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, processes))
 
 
 def _launched(variable: str, default: int) -> int:

@@ -11,7 +11,8 @@ from enum import IntEnum
 import numpy as np
 from torch import Tensor
 
-from .arithmetic.codec import DEFAULT_EPSILON, TILE_NUMEL, EncodedLayer, Layer, apply_layer, is_finite
+from .arithmetic.codec import TILE_NUMEL, EncodedLayer, Layer, apply_layer, is_finite
+from .arithmetic.defaults import DEFAULT_EPSILON
 from .arithmetic.lora import LoraFactors, lora_delta, visible_delta
 from .arithmetic.masks import decode_mask, pack_bits
 from .arithmetic.ram import TileUpdate
@@ -22,13 +23,13 @@ from .storage.tensor_file import DTYPES, TensorFile
 from .threads import Scratch
 
 
-__all__ = ["DELTA_PREFIX", "ENDS_PREFIX", "FullTaskVector", "LoraTaskVector", "Part", "TaskVector", "open_task_vector"]
+__all__ = ["DELTA_PREFIX", "ENDS_PREFIX", "FullTaskVector", "LoraTaskVector", "TaskVector", "open_task_vector"]
 
 # Names in delta.safetensors: the encoded tiles of a tensor, and where each part of each tile ends.
 DELTA_PREFIX, ENDS_PREFIX = "delta/", "ends/"
 
 
-class Part(IntEnum):
+class _Part(IntEnum):
     """What a tile in delta.safetensors consists of, in this order."""
 
     LARGE_MASK = 0
@@ -150,7 +151,7 @@ class FullTaskVector(TaskVector):
     def mask(self, name: str, start: int, numel: int, base: Tensor | None, epsilon: float) -> np.ndarray | None:
         if not self.stores_masks(epsilon):
             return super().mask(name, start, numel, base, epsilon)
-        data = self._read(name, start, Part.LARGE_MASK, Part.LARGE_MASK)[0]
+        data = self._read(name, start, _Part.LARGE_MASK, _Part.LARGE_MASK)[0]
         return decode_mask(data, numel) if data else None
 
     def update(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
@@ -165,12 +166,12 @@ class FullTaskVector(TaskVector):
     ) -> PackedUpdate | TileUpdate | None:
         if epsilon < DEFAULT_EPSILON or self._dtypes[name].itemsize != 2:
             return self.update(position, name, start, base)
-        layer = self._layer(name, start, base.numel(), Part.LARGE_MASK)
+        layer = self._layer(name, start, base.numel(), _Part.LARGE_MASK)
         return PackedUpdate(position, layer) if layer else None
 
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor | None:
         values = None
-        for part in (Part.LARGE_MASK, Part.SMALL_MASK):
+        for part in (_Part.LARGE_MASK, _Part.SMALL_MASK):
             layer = self._layer(name, start, base.numel(), part)
             if layer is not None:
                 # a copy, in which the layers are added one after the other
@@ -178,14 +179,14 @@ class FullTaskVector(TaskVector):
                 apply_layer(values, layer)
         return values
 
-    def _layer(self, name: str, start: int, numel: int, mask: Part) -> Layer | None:
-        encoded = EncodedLayer(*self._read(name, start, mask, Part(mask + 1)))
+    def _layer(self, name: str, start: int, numel: int, mask: _Part) -> Layer | None:
+        encoded = EncodedLayer(*self._read(name, start, mask, _Part(mask + 1)))
         return encoded.decode(numel, self._dtypes[name].itemsize) if encoded.mask else None
 
-    def _read(self, name: str, start: int, first: Part, last: Part) -> list[memoryview]:
+    def _read(self, name: str, start: int, first: _Part, last: _Part) -> list[memoryview]:
         """Some successive parts of a tile, valid until this thread reads the next."""
         ends = self._tile_ends(name)
-        index = start // TILE_NUMEL * len(Part) + first
+        index = start // TILE_NUMEL * len(_Part) + first
         bounds = ends[index : index + last - first + 2].tolist()
         data = self._scratch.take(bounds[-1] - bounds[0])
         self._file.read_into(self._file.tensors[DELTA_PREFIX + name].offset + bounds[0], data)
@@ -196,10 +197,16 @@ class FullTaskVector(TaskVector):
         """Where the parts of all tiles begin and end, one after another."""
         ends = self._ends.get(name)
         if ends is None:
-            ends = np.concatenate([[0], self._file.read(ENDS_PREFIX + name).numpy()])
-            info = self._file.tensors[DELTA_PREFIX + name]
+            tiles, infos = DELTA_PREFIX + name, self._file.tensors
+            if tiles not in infos or ENDS_PREFIX + name not in infos:
+                raise CorruptedFileError(
+                    f"agent {self.agent} has no tiles of tensor {name!r}; if it was registered before 0.1.0 was "
+                    "released, register it again"
+                )
+            ends = np.array([0, *self._file.read(ENDS_PREFIX + name).tolist()])
             num_tiles = -(-self._records[name].numel // TILE_NUMEL)
-            if len(ends) != 1 + num_tiles * len(Part) or (ends[1:] < ends[:-1]).any() or ends[-1] != info.nbytes:
+            is_fit = len(ends) == 1 + num_tiles * len(_Part) and ends.dtype == np.int64
+            if not is_fit or (ends[1:] < ends[:-1]).any() or ends[-1] != infos[tiles].nbytes:
                 raise CorruptedFileError(f"agent {self.agent}: tensor {name!r} has tiles outside its bytes")
             self._ends[name] = ends
         return ends

@@ -1,6 +1,6 @@
 """Calls of the compiled loops with arguments that fit and arguments that do not; a crash is for the caller to see.
 
-`test_kernels.py` runs it in a process of its own, also with a build that checks every access to memory.
+`test_kernels_safety.py` runs it in a process of its own, also with a build that checks every access to memory.
 
 python run_kernel_fuzz.py LIBRARY SEED CALLS
 """

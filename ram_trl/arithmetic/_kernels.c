@@ -1,6 +1,7 @@
 /*
- * The element-wise work on one tile as fused loops: what codec.py and ram.py define with torch, bit for bit, without
- * their intermediate tensors. fused.py is the door to it; the definitions decide what is right.
+ * The element-wise work on one tile as fused loops: what codec.py, masks.py, ram.py and rounding.py define with torch
+ * and numpy, bit for bit, without intermediate arrays. kernels.py is the door to it; the definitions decide what is
+ * right.
  *
  * Every function takes objects with the buffer protocol, checks their lengths, and releases the GIL while it computes.
  */
@@ -124,16 +125,17 @@ static uint64_t SPREAD_TABLE[256];
 #include "_kernels_isa.h"
 #undef LEVEL
 
-#if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
+#if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 9
 #define HAS_LEVELS 1
 #pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
+#pragma GCC target("avx2,bmi,bmi2,fma,popcnt")
 #define LEVEL(name) name##_v3
 #include "_kernels_isa.h"
 #undef LEVEL
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,avx512vbmi2,prefer-vector-width=512")
+#pragma GCC target("avx2,bmi,bmi2,fma,popcnt")
+#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi2,prefer-vector-width=512")
 #define LEVEL(name) name##_v4
 #include "_kernels_isa.h"
 #undef LEVEL
@@ -453,7 +455,8 @@ PyMODINIT_FUNC PyInit__kernels(void) {
             if (bits >> bit & 1) SPREAD_TABLE[bits] |= (uint64_t)0xFF << (8 * bit);
 #ifdef HAS_LEVELS
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+        __builtin_cpu_supports("fma")) {
         num_levels = 2;
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&

@@ -19,14 +19,14 @@ from torch import Tensor
 from ..errors import CorruptedFileError
 from ..threads import Scratch
 from . import kernels
+from .defaults import DEFAULT_EPSILON
+from .kernels import KERNEL_DTYPES
 from .masks import bitmap_nbytes, count_ones, decode_mask, encode_mask, pack_bits, unpack_bits
 from .zstd import compress, decompress
 
 
 __all__ = [
-    "DEFAULT_EPSILON",
     "DTYPE_OPTIONS",
-    "KERNEL_DTYPES",
     "TILE_NUMEL",
     "EncodedLayer",
     "EncodedTile",
@@ -44,15 +44,8 @@ __all__ = [
 # A tile is coded on its own. 2**19 elements of 16 bits are 1 MiB: base, agents and result fit in a core's cache.
 TILE_NUMEL = 2**19
 
-# Paper, section 5.1: a parameter counts as changed when it differs from the base by more than this. The first layer
-# holds these changes whatever epsilon a merge chooses.
-DEFAULT_EPSILON = 1e-5
-
 # What an option that names a dtype can say; "auto" leaves it to the data.
 DTYPE_OPTIONS = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Numbers of the dtypes in _kernels.c.
-KERNEL_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _scratch = Scratch()
 

@@ -7,8 +7,13 @@ it here; the tests hold both to the same bits.
 import sys
 from types import ModuleType
 
+import torch
 
-__all__ = ["compiled"]
+
+__all__ = ["KERNEL_DTYPES", "compiled"]
+
+# Numbers of the dtypes in _kernels.c.
+KERNEL_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 try:
     from . import _kernels

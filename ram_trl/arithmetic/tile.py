@@ -13,8 +13,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from ..errors import CorruptedFileError
 from . import kernels
-from .codec import KERNEL_DTYPES, Layer, apply_layer, array_of, is_finite
+from .codec import Layer, apply_layer, array_of, is_finite
+from .kernels import KERNEL_DTYPES
 from .ram import TileUpdate, average_tile, mask_inactive_, selective_merge_tile, unique_magnitudes
 from .rounding import round_stochastic, stream_state
 
@@ -27,6 +29,7 @@ __all__ = [
     "TileMerge",
     "merge_tile_compiled",
     "merge_tile_eager",
+    "round_tile",
 ]
 
 ENGINES = ("auto", "compiled", "eager")
@@ -128,13 +131,19 @@ def merge_tile_eager(
     return MergedTile(finiteness, diverged, magnitudes)
 
 
+def round_tile(base: Tensor, merge: TileMerge, name: str, start: int, out: Tensor) -> Finiteness:
+    """A tile that no agent changed, in the output's dtype. Arguments as [`merge_tile_eager`]."""
+    out.copy_(_rounded(base, merge, name, start, out.dtype))
+    return _finiteness(base, out)
+
+
 def merge_tile_compiled(
     base: Tensor, updates: Sequence[TileUpdate | PackedUpdate], merge: TileMerge, name: str, start: int, out: Tensor
 ) -> MergedTile:
     """Merge one tile with the compiled loops. Arguments as [`merge_tile_eager`]; not for the method `"average"`.
 
     Raises:
-        ValueError: if a packed update is damaged.
+        CorruptedFileError: if a packed update does not fit itself.
     """
     agents = []
     for update in updates:
@@ -145,15 +154,13 @@ def merge_tile_compiled(
         else:
             agents.append((False, array_of(update.value), array_of(update.delta), gain, weight))
     key = stream_state(seed=merge.seed, name=name, start=start) if merge.rounding == "stochastic" else None
-    finiteness, are_agents_finite, magnitudes = kernels.compiled.merge(
-        array_of(out),
-        KERNEL_DTYPES[out.dtype],
-        array_of(base),
-        KERNEL_DTYPES[base.dtype],
-        agents,
-        merge.epsilon,
-        key,
-    )
+    dtypes = KERNEL_DTYPES[out.dtype], KERNEL_DTYPES[base.dtype]
+    try:
+        finiteness, are_agents_finite, magnitudes = kernels.compiled.merge(
+            array_of(out), dtypes[0], array_of(base), dtypes[1], agents, merge.epsilon, key
+        )
+    except ValueError as error:
+        raise CorruptedFileError(f"a tile is damaged: {error}") from error
     diverged = [] if are_agents_finite else [update.agent for update in updates if not _is_update_finite(update, base)]
     return MergedTile(Finiteness(finiteness), diverged, magnitudes)
 
@@ -181,16 +188,21 @@ def _merge_eager(
         merged = average_tile(exact_base, updates, merge.weights)
     else:
         merged = selective_merge_tile(exact_base, updates, merge.factors, merge.weights)
-    if merge.rounding == "stochastic":
-        rounded = round_stochastic(merged, out.dtype, seed=merge.seed, name=name, start=start)
-    else:
-        rounded = merged.to(out.dtype)
+    rounded = _rounded(merged, merge, name, start, out.dtype)
     out.copy_(rounded)
-    if is_finite(out):
-        finiteness = Finiteness.FINITE
-    else:
-        finiteness = Finiteness.TOO_LARGE if is_finite(merged.cpu()) else Finiteness.NOT_FINITE
-    return finiteness, unique_magnitudes(exact_base, rounded, updates)
+    return _finiteness(merged, out), unique_magnitudes(exact_base, rounded, updates)
+
+
+def _rounded(values: Tensor, merge: TileMerge, name: str, start: int, dtype: torch.dtype) -> Tensor:
+    if merge.rounding == "stochastic":
+        return round_stochastic(values.float(), dtype, seed=merge.seed, name=name, start=start)
+    return values.to(dtype)
+
+
+def _finiteness(exact: Tensor, rounded: Tensor) -> Finiteness:
+    if is_finite(rounded):
+        return Finiteness.FINITE
+    return Finiteness.TOO_LARGE if is_finite(exact.cpu()) else Finiteness.NOT_FINITE
 
 
 class _Streams(threading.local):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arithmetic import kernels
+from ..arithmetic.defaults import DEFAULT_EPSILON
 from ..arithmetic.ram import OverlapCounts, overlap_ratio, rescale_factor
 from ..arithmetic.tile import TileMerge
 from ..distributed import SINGLE, World
@@ -38,7 +39,7 @@ def merge_agents(
     method: str = "ram_plus",
     r: float = 0.1,
     alpha: float = 2.0,
-    epsilon: float = 1e-5,
+    epsilon: float = DEFAULT_EPSILON,
     weights: Mapping[str, float] | None = None,
     output_dtype: str = "auto",
     rounding: str = "nearest",
@@ -129,7 +130,7 @@ def merge_agents(
         ]
         report = build_report(plan, counts, factors)
         if world.is_main:
-            if engine == "auto" and kernels.compiled is None:
+            if engine == "auto" and kernels.compiled is None and method != "average":
                 logger.warning(
                     "this installation has no compiled loops, torch merges in several times as long: install ram_trl "
                     "again where there is a C compiler"

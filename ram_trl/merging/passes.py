@@ -5,18 +5,25 @@ tile: reading, checking, decoding, arithmetic, writing. So memory is bounded by 
 and the disk is busy while others compute.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..arithmetic.codec import TILE_NUMEL, is_finite, is_mergeable
+from ..arithmetic.codec import TILE_NUMEL, is_mergeable
 from ..arithmetic.ram import OverlapCounts, TileUpdate, count_overlaps
-from ..arithmetic.tile import Finiteness, PackedUpdate, TileMerge, merge_tile_compiled, merge_tile_eager
-from ..errors import CorruptedFileError, NonFiniteError
+from ..arithmetic.tile import (
+    Finiteness,
+    PackedUpdate,
+    TileMerge,
+    merge_tile_compiled,
+    merge_tile_eager,
+    round_tile,
+)
+from ..errors import NonFiniteError
 from ..storage.base_model import BaseDigests
 from ..storage.checkpoint import CheckpointWriter
 from ..storage.tensor_file import PIECE_NUMEL, digest_piece
@@ -82,11 +89,13 @@ def probe_tensors(plan: MergePlan, names: Sequence[str], advance: Callable[[int]
         return counts, digests
 
     total, checked = OverlapCounts.zeros(len(plan.agents)), BaseDigests(plan.base, plan.records)
-    for block, (counts, digests) in in_threads(count, _blocks(plan, names)):
-        total.add(counts)
-        for digest in digests:
-            checked.add(block.name, digest)
-        advance(block.nbytes)
+    # closed here: no thread goes on with files that are closed after a failure
+    with contextlib.closing(in_threads(count, _blocks(plan, names))) as results:
+        for block, (counts, digests) in results:
+            total.add(counts)
+            for digest in digests:
+                checked.add(block.name, digest)
+            advance(block.nbytes)
     return total
 
 
@@ -137,12 +146,13 @@ def merge_tensors(
 
     parts: dict[str, list[Magnitudes]] = {}
     checked = BaseDigests(plan.base, plan.records)
-    for block, (digests, magnitudes) in in_threads(merge, _blocks(plan, names)):
-        for name, digest in digests:
-            checked.add(name, digest)
-        if magnitudes:
-            parts.setdefault(block.name, []).append(magnitudes)
-        advance(block.nbytes)
+    with contextlib.closing(in_threads(merge, _blocks(plan, names))) as results:
+        for block, (digests, magnitudes) in results:
+            for name, digest in digests:
+                checked.add(name, digest)
+            if magnitudes:
+                parts.setdefault(block.name, []).append(magnitudes)
+            advance(block.nbytes)
     return {name: _add_magnitudes(blocks) for name, blocks in parts.items()}
 
 
@@ -151,8 +161,8 @@ def _merge_block(
 ) -> tuple[Tensor, Magnitudes]:
     """Merged parameters of a block, and the magnitudes of the agents' unique changes; none if nothing is changed."""
     dtype = plan.copies_of[block.name][0].dtype
-    if block.name not in plan.touched_by:
-        return _checked_cast(block.name, base, dtype), []
+    if not is_mergeable(base.dtype):
+        return base, []
     data = scratch.take(base.numel() * dtype.itemsize, "merged")
     merged, tiles = torch.from_numpy(data).view(dtype), []
     merge_tile = merge_tile_compiled if plan.is_compiled else merge_tile_eager
@@ -160,14 +170,11 @@ def _merge_block(
         inside = slice(start - block.start, stop - block.start)
         updates = _updates(plan, block.name, start, base[inside])
         if not updates:
-            merged[inside] = _checked_cast(block.name, base[inside], dtype)
+            _check_finite(block.name, round_tile(base[inside], how, block.name, start, merged[inside]), dtype)
             continue
-        try:
-            tile = merge_tile(base[inside], updates, how, block.name, start, merged[inside])
-        except ValueError as error:
-            raise CorruptedFileError(f"an agent's tensor {block.name!r} is damaged: {error}") from error
-        for position in tile.diverged:
-            raise plan.vectors[position].diverged(block.name)
+        tile = merge_tile(base[inside], updates, how, block.name, start, merged[inside])
+        if tile.diverged:
+            raise plan.vectors[tile.diverged[0]].diverged(block.name)
         _check_finite(block.name, tile.finiteness, dtype)
         magnitudes = [(0.0, 0.0)] * len(plan.agents)
         for update, pair in zip(updates, tile.magnitudes, strict=True):
@@ -179,7 +186,7 @@ def _merge_block(
 def _updates(plan: MergePlan, name: str, start: int, base: Tensor) -> list[TileUpdate | PackedUpdate]:
     """What the agents that touch a tile make of it."""
     updates = []
-    for position in plan.touched_by[name]:
+    for position in plan.touched_by.get(name, ()):
         vector = plan.vectors[position]
         if plan.is_compiled:
             update = vector.packed_update(position, name, start, base, plan.settings.epsilon)
@@ -194,7 +201,7 @@ def _read_base(plan: MergePlan, block: _Block, scratch: Scratch) -> Tensor:
     return plan.base.read(block.name, block.start, block.stop, into=scratch.take(block.nbytes, "base"))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _base_first(plan: MergePlan, name: str) -> Iterator[None]:
     """Over a wrong base an agent can seem to have diverged: what is said then must be said of the base."""
     try:
@@ -202,14 +209,6 @@ def _base_first(plan: MergePlan, name: str) -> Iterator[None]:
     except NonFiniteError:
         BaseDigests(plan.base, plan.records).compare(name, plan.base.digest(name))
         raise
-
-
-def _checked_cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parameters that no agent changed, in the output's dtype."""
-    cast = values.to(dtype)
-    if is_mergeable(dtype) and not is_finite(cast):
-        _check_finite(name, Finiteness.TOO_LARGE if is_finite(values) else Finiteness.NOT_FINITE, dtype)
-    return cast
 
 
 def _check_finite(name: str, finiteness: Finiteness, dtype: torch.dtype) -> None:

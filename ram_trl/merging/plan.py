@@ -7,10 +7,11 @@ import torch
 
 from ..arithmetic import kernels
 from ..arithmetic.codec import DTYPE_OPTIONS, is_mergeable
+from ..arithmetic.defaults import DEFAULT_EPSILON
 from ..arithmetic.ram import METHODS
 from ..arithmetic.tile import ENGINES
 from ..errors import ConfigError, CorruptedFileError
-from ..storage.base_model import check_same_base, open_recorded_base
+from ..storage.base_model import check_records, check_same_base, open_recorded_base
 from ..storage.checkpoint import Checkpoint
 from ..storage.manifest import TensorRecord
 from ..storage.registry import AgentRegistry, RegisteredAgent
@@ -36,7 +37,7 @@ class MergeSettings:
     method: str = "ram_plus"
     r: float = 0.1
     alpha: float = 2.0
-    epsilon: float = 1e-5
+    epsilon: float = DEFAULT_EPSILON
     weights: Mapping[str, float] = field(default_factory=dict)
     output_dtype: str = "auto"
     rounding: str = "nearest"
@@ -163,6 +164,8 @@ def plan_merge(
             )
     check_same_base(chosen)
     base = open_recorded_base(chosen[0], base_model)
+    for agent in chosen[1:]:
+        check_records(agent, base)
     records = chosen[0].tensors()
     vectors = [open_task_vector(agent) for agent in chosen]
     touched_by: dict[str, list[int]] = {}

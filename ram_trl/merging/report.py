@@ -145,5 +145,5 @@ def format_report(report: dict[str, Any]) -> str:
 def _ratio(pairs: list[tuple[float, float]], weight: float) -> float | None:
     """What is left of lambda: the agent's weight is no part of it."""
     after, before = math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)
-    # Sums of float32 differ in their last places with the number of threads.
+    # In their last places the sums depend on the engine.
     return round(after / (weight * before), 6) if before else None

@@ -7,6 +7,7 @@ the way, all learn of it before the next parameter.
 import contextlib
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,10 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 from ..arithmetic.codec import DTYPE_OPTIONS
-from ..distributed import World, is_sharded
+from ..distributed import World, all_cores, is_sharded
 from ..errors import IncompatibleAgentError, StorageError
 from ..progress import Progress
 from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
@@ -48,8 +49,9 @@ __all__ = ["LiveRegistration"]
 
 logger = logging.getLogger(__name__)
 
-# A snapshot of 16-bit weights takes about a fifth of them.
-_SNAPSHOT_SHARE = 0.25
+# Bytes for each parameter that a snapshot may take (docs/FORMAT.md, sizes): 16-bit weights come down to a fifth, less
+# where most of them changed; float32 differences hardly shrink.
+_BYTES_OF_16, _BYTES_OF_32 = 0.6, 2.5
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,13 +82,13 @@ class LiveRegistration:
     # dtypes of the base's tensors, known from `check` on
     base_dtypes: set[torch.dtype] = field(default_factory=set, init=False)
 
-    def check(self, model: nn.Module, world: World) -> None:
-        """Find before training what would fail after it. All ranks call it.
+    def check(self, model: nn.Module, world: World, executed_in: torch.dtype | None = None) -> None:
+        """Find before training what would fail after it. All ranks call it; arguments as [`register`].
 
         Raises:
             RamTrlError: on all ranks.
         """
-        world.run(lambda: self._check(model, world))
+        world.run(lambda: self._check(model, world, executed_in))
 
     def register(
         self,
@@ -118,6 +120,7 @@ class LiveRegistration:
         """
         model = unwrap(model)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(all_cores())
             base = world.run(lambda: self._open_base(model) if world.is_main else None)
             staged = world.run(lambda: stack.enter_context(self.registry.stage(self.agent)) if world.is_main else None)
             if isinstance(model, PeftModel):
@@ -134,7 +137,7 @@ class LiveRegistration:
     def _open_base(self, model: nn.Module) -> Checkpoint:
         return Checkpoint.open(self.base_model or base_name(model), self.revision)
 
-    def _check(self, model: nn.Module, world: World) -> None:
+    def _check(self, model: nn.Module, world: World, executed_in: torch.dtype | None) -> None:
         check_backend(model)
         model = unwrap(model)
         base = self._open_base(model)
@@ -154,7 +157,7 @@ class LiveRegistration:
                 )
         if world.is_main:
             self.registry.check_writable()
-            self._check_space(model, base)
+            self._check_space(model, base, executed_in)
 
     def _snapshot_full(
         self,
@@ -165,9 +168,7 @@ class LiveRegistration:
         executed_in: torch.dtype | None,
         progress: Progress | None,
     ) -> Manifest | None:
-        dtype = DTYPE_OPTIONS[self.snapshot_dtype]
-        if self.snapshot_dtype == "auto" and executed_in in self.base_dtypes:
-            dtype = executed_in
+        dtype = self._rounded_to(executed_in)
         with contextlib.ExitStack() as stack:
 
             def start() -> FullSnapshot:
@@ -178,12 +179,7 @@ class LiveRegistration:
             for name, held in named_tensors(model):
                 if world.is_main or is_sharded(held):
                     try:
-                        with base_tensors(model, name, held) as tensors:
-                            for key, tensor in tensors.items() if world.is_main else ():
-                                snapshot.add(AgentTensor.of(key, tensor))
-                            # a gathered tensor is given back before the next is gathered
-                            if world.is_main and is_sharded(held):
-                                snapshot.flush()
+                        _add(model, name, held, snapshot)
                     except Exception as caught:
                         error = caught
                 # Tensor by tensor together: no rank waits so long that its backend gives up, all stop at a failure.
@@ -200,17 +196,36 @@ class LiveRegistration:
 
             return world.run(lambda: finish() if world.is_main else None)
 
-    def _check_space(self, model: nn.Module, base: Checkpoint) -> None:
+    def _rounded_to(self, executed_in: torch.dtype | None) -> torch.dtype | None:
+        """The dtype that parameters are rounded to before they are stored, if any."""
+        if self.snapshot_dtype == "auto" and executed_in in self.base_dtypes:
+            return executed_in
+        return DTYPE_OPTIONS[self.snapshot_dtype]
+
+    def _check_space(self, model: nn.Module, base: Checkpoint, executed_in: torch.dtype | None) -> None:
         if isinstance(model, PeftModel):
             needed = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         else:
-            needed = int(_SNAPSHOT_SHARE * sum(info.nbytes for info in base.tensors.values()))
+            [(most, _)] = Counter(held.dtype for _, held in named_tensors(model)).most_common(1)
+            each = _BYTES_OF_16 if (self._rounded_to(executed_in) or most).itemsize == 2 else _BYTES_OF_32
+            needed = int(each * sum(info.numel for info in base.tensors.values()))
         free = shutil.disk_usage(self.registry.path).free
         if free < needed:
             raise StorageError(
                 f"the registry {self.registry.path} has {free / 1e9:.1f} GB of free space, a snapshot of this model "
                 f"may take {needed / 1e9:.1f} GB: free some, or choose another place"
             )
+
+
+def _add(model: nn.Module, name: str, held: Tensor, snapshot: FullSnapshot | None) -> None:
+    """Add one tensor on the rank that has the snapshot. With this function end the references to what was gathered."""
+    with base_tensors(model, name, held) as tensors:
+        if snapshot is not None:
+            for key, tensor in tensors.items():
+                snapshot.add(AgentTensor.of(key, tensor))
+            # a copy, of shards or from a GPU, is given back before the next is made
+            if is_sharded(held) or not held.is_cpu:
+                snapshot.flush()
 
 
 def _snapshot_adapter(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.codec import DTYPE_OPTIONS, is_mergeable
+from ..arithmetic.defaults import DEFAULT_EPSILON
 from ..errors import BaseModelError, ConfigError, IncompatibleAgentError, UnsupportedModelError
 from ..progress import Progress
 from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint, is_adapter
@@ -45,7 +46,7 @@ def register_agent(
     base_model: str | None = None,
     revision: str | None = None,
     snapshot_dtype: str = "auto",
-    epsilon: float = 1e-5,
+    epsilon: float = DEFAULT_EPSILON,
     training: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> RegisteredAgent:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.codec import TILE_NUMEL, EncodedTile, codec_dtype, encode_tile, is_mergeable
+from ..arithmetic.defaults import DEFAULT_EPSILON
 from ..arithmetic.select import select
 from ..errors import ConfigError, IncompatibleAgentError, UnsupportedModelError
 from ..storage.checkpoint import Checkpoint
@@ -85,7 +86,9 @@ class FullSnapshot:
         ConfigError: if no tensor of the base has the 16-bit dtype.
     """
 
-    def __init__(self, staged: Path, base: Checkpoint, dtype: torch.dtype | None = None, epsilon: float = 1e-5):
+    def __init__(
+        self, staged: Path, base: Checkpoint, dtype: torch.dtype | None = None, epsilon: float = DEFAULT_EPSILON
+    ):
         if dtype not in (None, torch.float32) and dtype not in {info.dtype for info in base.tensors.values()}:
             raise ConfigError(
                 f"snapshot_dtype is {dtype}, but no tensor of the base {base.name} is: use auto or float32"

@@ -9,7 +9,7 @@ from .registry import RegisteredAgent
 from .tensor_file import DTYPE_NAMES, join_digests, num_pieces
 
 
-__all__ = ["BaseDigests", "check_same_base", "open_recorded_base"]
+__all__ = ["BaseDigests", "check_records", "check_same_base", "open_recorded_base"]
 
 
 def check_same_base(agents: list[RegisteredAgent]) -> None:
@@ -48,6 +48,16 @@ def open_recorded_base(agent: RegisteredAgent, base_model: str | None = None) ->
             f"the base of agent {agent} cannot be opened: {error}; if it was moved, pass --base_model with where it "
             "is now (its digests will be checked)"
         ) from error
+    check_records(agent, base)
+    return base
+
+
+def check_records(agent: RegisteredAgent, base: Checkpoint) -> None:
+    """Compare the names, dtypes and shapes of a base's tensors with an agent's records.
+
+    Raises:
+        BaseModelError: naming a tensor that differs.
+    """
     records = agent.tensors()
     for name in [*records, *base.tensors]:
         if name not in base.tensors or name not in records:
@@ -59,7 +69,6 @@ def open_recorded_base(agent: RegisteredAgent, base_model: str | None = None) ->
                 f"{base.name} is not the base of agent {agent}: tensor {name!r} is {DTYPE_NAMES[info.dtype]} "
                 f"{list(info.shape)}, recorded was {record.dtype} {record.shape}"
             )
-    return base
 
 
 class BaseDigests:

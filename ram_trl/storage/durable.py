@@ -173,8 +173,10 @@ def read_json(path: Path) -> dict:
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Have the system write a range to disk now, without waiting: the flush at the end finds little left to do."""
-    # Pages that are not yet on disk are not dropped, only sent there.
-    os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+    # Pages that are not yet on disk are not dropped, only sent there. A system that cannot do it loses nothing.
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def digest_file(path: Path) -> str:

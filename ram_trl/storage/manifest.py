@@ -26,13 +26,13 @@ class TensorRecord:
         shape (`list[int]`):
             Shape.
         base (`str`):
-            BLAKE3 of the base's bytes, hexadecimal.
+            Digest of the base's bytes, as [`~ram_trl.storage.tensor_file.join_digests`] defines it.
         tied_to (`str`, *optional*):
             Name of the tensor that this one repeats. It is counted and merged once, under that name.
         stored (`str`, *optional*):
             Dtype of the agent's values, for a tensor that a full fine-tune changed.
         agent (`str`, *optional*):
-            BLAKE3 of the agent's bytes in that dtype.
+            Digest of the agent's bytes in that dtype.
     """
 
     dtype: str

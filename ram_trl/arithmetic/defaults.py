@@ -1,0 +1,6 @@
+"""What holds unless a user says otherwise, without the import of torch."""
+
+__all__ = ["DEFAULT_EPSILON"]
+
+# Paper, section 5.1: a parameter counts as changed when it differs from the base by more than this.
+DEFAULT_EPSILON = 1e-5
