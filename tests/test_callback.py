@@ -536,6 +536,26 @@ def test_too_little_disk_space_is_refused_before_the_first_step(zoo: Zoo, tmp_pa
         train(trainer)
 
 
+def test_space_is_asked_for_what_will_be_stored(zoo: Zoo, tmp_path, monkeypatch):
+    base = zoo.base("qwen2_untied")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    numel = sum(tensor.numel() for tensor in read_model(base).values())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=numel))
+    live = LiveRegistration(
+        registry=AgentRegistry(tmp_path / "registry"),
+        agent="math",
+        base_model=str(base),
+        revision=None,
+        snapshot_dtype="auto",
+        epsilon=1e-5,
+    )
+    live.check(model, SINGLE, torch.bfloat16)
+    live.check(model.to(torch.bfloat16), SINGLE)
+    with pytest.raises(StorageError, match="free space"):
+        live.check(model.to(torch.float32), SINGLE)
+
+
 # What is said
 
 

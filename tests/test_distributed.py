@@ -1,6 +1,8 @@
 """Several real processes: they agree on every outcome, and one agent comes out of them."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from models import Zoo, read_model
 from training import assert_same_weights, restored_weights, run_shell
 
 from ram_trl import AgentRegistry
+from ram_trl.distributed import all_cores
 
 
 SCRIPT = Path(__file__).parent / "run_distributed.py"
+CORES = len(os.sched_getaffinity(0))
 
 
 def run_ranks(scenario: str, folder: Path, *bases: Path, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
@@ -199,3 +203,33 @@ def test_a_zero3_model_is_registered_as_the_unsharded_one(zoo: Zoo, tmp_path):
     assert seen(ranks, "registered", "error") == [None, None]
     back = restored_weights(tmp_path / "registry", "math", tmp_path / "back")
     assert_same_weights(back, read_model(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, max(1, CORES // 2)),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "999"}, 1),
+        ({"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no"}, CORES),
+        # the user's own choice
+        ({"OMP_NUM_THREADS": "2", "LOCAL_WORLD_SIZE": "2"}, min(2, CORES)),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+    ],
+)
+def test_launched_processes_share_the_cores_unless_the_user_chose_threads(environment, expected):
+    script = "import torch, ram_trl.distributed as d; d.start_world(cpu=True); print(torch.get_num_threads())"
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS")
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**inherited, **environment}, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == expected
+
+
+def test_all_cores_are_given_back(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    before = torch.get_num_threads()
+    with all_cores():
+        assert torch.get_num_threads() == CORES
+    assert torch.get_num_threads() == before

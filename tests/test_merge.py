@@ -13,7 +13,7 @@ from oracle import oracle_average, oracle_lambda, oracle_merge
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ram_trl import AgentRegistry, MergeConfig, merge_agents, register_agent
@@ -31,6 +31,7 @@ from ram_trl.errors import (
     StorageError,
 )
 from ram_trl.merging.model_card import model_card
+from ram_trl.task_vector import open_task_vector
 
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -594,6 +595,43 @@ def test_a_base_with_one_weight_changed_is_refused_and_the_tensor_named(own, tmp
     change_tensor(tmp_path / "base", name, change)
     message = rf"the weights of tensor '{re.escape(name)}' differ.*--base_model"
     assert_refused(tmp_path, BaseModelError, message, own)
+
+
+def test_a_wrong_base_over_which_an_agent_seems_to_have_diverged_is_called_wrong(own, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensor(tmp_path / "base", name, lambda tensor: torch.full_like(tensor, torch.inf))
+    for epsilon in (1e-5, 0.0):
+        message = f"the weights of tensor '{re.escape(name)}' differ"
+        assert_refused(tmp_path, BaseModelError, message, own, agents=["code"], epsilon=epsilon)
+
+
+@pytest.mark.parametrize("damage", ["old names", "ends of another kind", "ends of fewer tiles"])
+def test_a_registered_file_of_another_layout_is_refused_and_the_agent_named(own, damage):
+    agent = own.get("code")
+    path = agent.path / "delta.safetensors"
+    tensors = load_file(path)
+    name = next(key for key in tensors if key.startswith("ends/"))
+    if damage == "old names":
+        tensors = {
+            key.replace("delta/", "codes/").replace("ends/", "frames/"): value for key, value in tensors.items()
+        }
+    else:
+        tensors[name] = tensors[name].float() if damage == "ends of another kind" else tensors[name][:-1]
+    save_file(tensors, path)
+    base = torch.zeros(10, dtype=torch.bfloat16)
+    with pytest.raises(CorruptedFileError, match=r"agent code@v1"):
+        open_task_vector(agent).update(0, name.removeprefix("ends/"), 0, base)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_tiles_with_small_changes_only_are_rounded_like_all_others_by_every_engine(zoo, tmp_path, rounding):
+    base = zoo.base("qwen2_wide")
+    models = {"small": zoo.agent(base, seed=1, scale=1e-7), "math": zoo.agent(base, seed=2, density=1e-4)}
+    arguments = {"rounding": rounding, "output_dtype": "float16", "seed": 3}
+    for engine in ("compiled", "eager"):
+        merge_agents(zoo.registry(base, models), str(tmp_path / engine), engine=engine, **arguments)
+    compiled, eager = read_model(tmp_path / "compiled"), read_model(tmp_path / "eager")
+    assert all(torch.equal(compiled[name], tensor) for name, tensor in eager.items())
 
 
 def test_a_changed_tensor_that_no_agent_touched_is_noticed_too(zoo, tmp_path):
