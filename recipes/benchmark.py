@@ -12,6 +12,7 @@ are measured that a user could type; their output is in `<output_dir>/logs`. Wha
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ram_trl
 from benchmarks.mergekit import MergeKit, find_mergekit
 from benchmarks.models import SIZES
 from benchmarks.process import console, kept
@@ -81,6 +83,15 @@ def gpu_name() -> str:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def digest_of_sources() -> str:
+    """Of the code that is measured: what another code took is measured again."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(ram_trl.__file__).parent.rglob("*.[pch]*")):
+        if path.suffix in (".py", ".c", ".h"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def run_section(benchmark: Benchmark, name: str, mergekit: MergeKit | None, counts: list[int]) -> None:
     """Measures a section, unless that has been done with the same settings."""
     console.print(f"[bold]{benchmark.size}: {name}[/]")
@@ -92,7 +103,7 @@ def run_section(benchmark: Benchmark, name: str, mergekit: MergeKit | None, coun
         "scaling": ({"agents": counts}, partial(benchmark.scaling, counts)),
     }
     settings, make = makers[name]
-    settings |= {"runs": benchmark.runs, "gpu": benchmark.gpu}
+    settings |= {"runs": benchmark.runs, "gpu": benchmark.gpu, "ram_trl": digest_of_sources()}
     kept(benchmark.results / f"{name}.json", settings, make)
 
 

@@ -15,6 +15,8 @@ from rich.console import Console
 
 
 RUNNER = Path(__file__).with_name("runner.py")
+# Rows that others are compared with.
+OURS, FLOOR, IMPORT_TORCH = "ours", "floor: cp + cat", "start-up: import torch"
 LOG_TAIL_LINES = 20
 
 console = Console(highlight=False, soft_wrap=True)

@@ -10,10 +10,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.models import SIZES
+from benchmarks.process import FLOOR, IMPORT_TORCH, OURS
 
 
-OURS, FLOOR = "ours", "floor: cp + cat"
-IMPORT_TORCH = "start-up: import torch"
 NOTES = """\
 Medians of whole processes that take turns. A round to warm up does not count, unless a command is measured once.
 

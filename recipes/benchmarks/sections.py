@@ -9,12 +9,11 @@ from typing import Any
 
 from benchmarks.mergekit import METHODS, MergeKit, fastest_flags, try_flags
 from benchmarks.models import KINDS, SIZES, WEIGHTS, agent_name
-from benchmarks.process import Command, Stopwatch, console, kept, remove
+from benchmarks.process import FLOOR, IMPORT_TORCH, OURS, Command, Stopwatch, console, kept, remove
 
 
 HERE = Path(__file__).resolve().parent
 MERGE = str(HERE.parent / "merge.py")
-IMPORT_TORCH = "start-up: import torch"
 
 
 class Benchmark:
@@ -94,7 +93,7 @@ class Benchmark:
 
     def merge(self, mergekit: MergeKit | None) -> dict[str, Any]:
         """Merges of the same agents by all means, the least that the machine needs for it, and what start-up takes."""
-        commands = [self.ours("ours", [])]
+        commands = [self.ours(OURS, [])]
         if self.gpu:
             commands.append(self.ours("ours, on the GPU", [], "--engine", "eager"))
         if mergekit is not None:
@@ -122,7 +121,7 @@ class Benchmark:
         base, output = self.base / WEIGHTS, self.scratch / "copy.safetensors"
         inputs = [base, *sorted(path for path in self.registry.rglob("*") if path.is_file())]
         script = 'cp --reflink=never "$1" "$0" && shift && cat "$@" > /dev/null'
-        return Command("floor: cp + cat", ["sh", "-c", script, str(output), str(base), *map(str, inputs)], output)
+        return Command(FLOOR, ["sh", "-c", script, str(output), str(base), *map(str, inputs)], output)
 
     def import_torch(self) -> Command:
         return Command(IMPORT_TORCH, [sys.executable, "-c", "import torch"])
