@@ -72,9 +72,7 @@ class MergeConfig:
     )
     max_shard_size: str = field(default="5GB", metadata={"help": "Largest size of a weight file."})
     probe_only: bool = field(default=False, metadata={"help": "Count overlaps and print the report; write nothing."})
-    cpu: bool = field(
-        default=False, metadata={"help": "With --engine eager: on the CPU even if there is a GPU."}
-    )
+    cpu: bool = field(default=False, metadata={"help": "With --engine eager: on the CPU even if there is a GPU."})
 
     def __post_init__(self):
         if self.preset is not None and self.preset not in PRESETS:

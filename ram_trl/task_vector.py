@@ -95,7 +95,7 @@ class TaskVector:
             raise self.diverged(name)
         return pack_bits((update.delta.abs() > epsilon).numpy())
 
-    def update(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
+    def update(self, position: int, name: str, start: int, base: Tensor, epsilon: float = 0.0) -> TileUpdate | None:
         """The agent's parameters in one tile.
 
         Args:
@@ -107,6 +107,8 @@ class TaskVector:
                 Index of the tile's first element in the flattened tensor, a multiple of `TILE_NUMEL`.
             base (`Tensor`):
                 The tile of the base model, in the base's dtype, flat, on the CPU.
+            epsilon (`float`, *optional*, defaults to `0.0`):
+                Changes of at most this size may be left out.
 
         Returns:
             [`~ram_trl.arithmetic.ram.TileUpdate`], on the CPU, or `None` if nothing is changed in the tile.
@@ -117,7 +119,7 @@ class TaskVector:
         self, position: int, name: str, start: int, base: Tensor, epsilon: float
     ) -> PackedUpdate | TileUpdate | None:
         """What [`update`] gives, as it is stored if that suffices for changes above `epsilon`."""
-        return self.update(position, name, start, base)
+        return self.update(position, name, start, base, epsilon)
 
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor | None:
         """The agent's own values in one tile, to restore it, or `None` for the base's. Arguments as [`update`]."""
@@ -139,6 +141,12 @@ class FullTaskVector(TaskVector):
         for name, record in self._records.items():
             if record.stored not in (record.dtype, "F32"):
                 raise CorruptedFileError(f"agent {agent}: {name!r} is stored as {record.stored} over {record.dtype}")
+        tiles = {key.removeprefix(DELTA_PREFIX) for key in self._file.tensors if key.startswith(DELTA_PREFIX)}
+        if tiles != set(self._records):
+            raise CorruptedFileError(
+                f"agent {agent} does not hold the tensors that it records; if it was registered before 0.1.0 was "
+                "released, register it again"
+            )
         self._dtypes = {name: DTYPES[record.stored] for name, record in self._records.items()}
 
     @property
@@ -154,8 +162,9 @@ class FullTaskVector(TaskVector):
         data = self._read(name, start, _Part.LARGE_MASK, _Part.LARGE_MASK)[0]
         return decode_mask(data, numel) if data else None
 
-    def update(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
-        stored = self.agent_tile(name, start, base)
+    def update(self, position: int, name: str, start: int, base: Tensor, epsilon: float = 0.0) -> TileUpdate | None:
+        parts = (_Part.LARGE_MASK,) if self._suffices_large(name, epsilon) else (_Part.LARGE_MASK, _Part.SMALL_MASK)
+        stored = self._values(name, start, base, parts)
         if stored is None:
             return None
         value = stored.float()
@@ -164,14 +173,22 @@ class FullTaskVector(TaskVector):
     def packed_update(
         self, position: int, name: str, start: int, base: Tensor, epsilon: float
     ) -> PackedUpdate | TileUpdate | None:
-        if epsilon < DEFAULT_EPSILON or self._dtypes[name].itemsize != 2:
-            return self.update(position, name, start, base)
+        if not self._suffices_large(name, epsilon):
+            return self.update(position, name, start, base, epsilon)
         layer = self._layer(name, start, base.numel(), _Part.LARGE_MASK)
         return PackedUpdate(position, layer) if layer else None
 
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor | None:
+        return self._values(name, start, base, (_Part.LARGE_MASK, _Part.SMALL_MASK))
+
+    def _suffices_large(self, name: str, epsilon: float) -> bool:
+        """Whether the layer of large changes is all that a merge with this epsilon looks at."""
+        return epsilon >= DEFAULT_EPSILON and self._dtypes[name].itemsize == 2
+
+    def _values(self, name: str, start: int, base: Tensor, masks: tuple[_Part, ...]) -> Tensor | None:
+        """The base's values with some layers applied; `None` if all of them are empty."""
         values = None
-        for part in (_Part.LARGE_MASK, _Part.SMALL_MASK):
+        for part in masks:
             layer = self._layer(name, start, base.numel(), part)
             if layer is not None:
                 # a copy, in which the layers are added one after the other
@@ -198,12 +215,8 @@ class FullTaskVector(TaskVector):
         ends = self._ends.get(name)
         if ends is None:
             tiles, infos = DELTA_PREFIX + name, self._file.tensors
-            if tiles not in infos or ENDS_PREFIX + name not in infos:
-                raise CorruptedFileError(
-                    f"agent {self.agent} has no tiles of tensor {name!r}; if it was registered before 0.1.0 was "
-                    "released, register it again"
-                )
-            ends = np.array([0, *self._file.read(ENDS_PREFIX + name).tolist()])
+            stored = self._file.read(ENDS_PREFIX + name).tolist() if ENDS_PREFIX + name in infos else []
+            ends = np.array([0, *stored])
             num_tiles = -(-self._records[name].numel // TILE_NUMEL)
             is_fit = len(ends) == 1 + num_tiles * len(_Part) and ends.dtype == np.int64
             if not is_fit or (ends[1:] < ends[:-1]).any() or ends[-1] != infos[tiles].nbytes:
@@ -228,7 +241,7 @@ class LoraTaskVector(TaskVector):
     def changed_tensors(self) -> set[str]:
         return set(self._map)
 
-    def update(self, position: int, name: str, start: int, base: Tensor) -> TileUpdate | None:
+    def update(self, position: int, name: str, start: int, base: Tensor, epsilon: float = 0.0) -> TileUpdate | None:
         stop = start + base.numel()
         replaced_by = self._map[name].replaced_by
         if replaced_by is not None:

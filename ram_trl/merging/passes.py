@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arithmetic.codec import TILE_NUMEL, is_mergeable
+from ..arithmetic.codec import TILE_NUMEL, is_finite, is_mergeable
 from ..arithmetic.ram import OverlapCounts, TileUpdate, count_overlaps
 from ..arithmetic.tile import (
     Finiteness,
@@ -174,6 +174,7 @@ def _merge_block(
             continue
         tile = merge_tile(base[inside], updates, how, block.name, start, merged[inside])
         if tile.diverged:
+            _check_finite(block.name, Finiteness.FINITE if is_finite(base[inside]) else Finiteness.NOT_FINITE, dtype)
             raise plan.vectors[tile.diverged[0]].diverged(block.name)
         _check_finite(block.name, tile.finiteness, dtype)
         magnitudes = [(0.0, 0.0)] * len(plan.agents)
@@ -191,7 +192,9 @@ def _updates(plan: MergePlan, name: str, start: int, base: Tensor) -> list[TileU
         if plan.is_compiled:
             update = vector.packed_update(position, name, start, base, plan.settings.epsilon)
         else:
-            update = vector.update(position, name, start, base)
+            # a plain average knows no masks
+            epsilon = 0.0 if plan.settings.method == "average" else plan.settings.epsilon
+            update = vector.update(position, name, start, base, epsilon)
         if update is not None:
             updates.append(update)
     return updates

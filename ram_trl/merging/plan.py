@@ -164,9 +164,11 @@ def plan_merge(
             )
     check_same_base(chosen)
     base = open_recorded_base(chosen[0], base_model)
+    records = chosen[0].tensors()
     for agent in chosen[1:]:
         check_records(agent, base)
-    records = chosen[0].tensors()
+        if any(record.tied_to != records[name].tied_to for name, record in agent.tensors().items()):
+            raise CorruptedFileError(f"agents {chosen[0]} and {agent} tie tensors of the same base in different ways")
     vectors = [open_task_vector(agent) for agent in chosen]
     touched_by: dict[str, list[int]] = {}
     for position, vector in enumerate(vectors):

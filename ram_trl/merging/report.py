@@ -146,4 +146,4 @@ def _ratio(pairs: list[tuple[float, float]], weight: float) -> float | None:
     """What is left of lambda: the agent's weight is no part of it."""
     after, before = math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)
     # In their last places the sums depend on the engine.
-    return round(after / (weight * before), 6) if before else None
+    return float(f"{after / (weight * before):.6g}") if before else None

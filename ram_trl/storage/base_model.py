@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from ..errors import BaseModelError, IncompatibleAgentError
+from ..errors import BaseModelError, CorruptedFileError, IncompatibleAgentError
 from .checkpoint import Checkpoint
-from .manifest import TensorRecord
+from .manifest import BaseRecord, TensorRecord
 from .registry import RegisteredAgent
 from .tensor_file import DTYPE_NAMES, join_digests, num_pieces
 
@@ -57,8 +57,22 @@ def check_records(agent: RegisteredAgent, base: Checkpoint) -> None:
 
     Raises:
         BaseModelError: naming a tensor that differs.
+        CorruptedFileError: if the records contradict each other.
     """
     records = agent.tensors()
+    if BaseRecord.digest_of(records) != agent.manifest.base_model.digest:
+        raise CorruptedFileError(f"agent {agent} records another base in its manifest than in its tensors")
+    for name, record in records.items():
+        original = records.get(record.tied_to) if isinstance(record.tied_to, str) else None
+        if record.tied_to is not None and (
+            original is None
+            or original.tied_to is not None
+            or record.stored is not None
+            or (original.dtype, original.shape, original.base) != (record.dtype, record.shape, record.base)
+        ):
+            raise CorruptedFileError(
+                f"agent {agent} ties {name!r} to {record.tied_to!r}, which is not the same tensor"
+            )
     for name in [*records, *base.tensors]:
         if name not in base.tensors or name not in records:
             where = "lacks" if name in records else "has an additional"

@@ -137,6 +137,8 @@ class TensorFile:
         """Elements `start ... stop - 1` of the flattened tensor, on the CPU; in the memory `into`, if it is given."""
         info = self.tensors[name]
         stop = info.numel if stop is None else stop
+        if not 0 <= start <= stop <= info.numel:
+            raise CorruptedFileError(f"{self.path}: tensor {name!r} has {info.numel} elements, more were asked for")
         nbytes = (stop - start) * info.dtype.itemsize
         data = np.empty(nbytes, np.uint8) if into is None else into
         assert len(data) == nbytes, f"{name}: {nbytes} bytes do not fill {len(data)}"
