@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from blake3 import blake3
 from huggingface_hub import ModelCard
 from models import CHAT_TEMPLATE, change_tensor, copy_model, merged_by_peft, read_model
 from oracle import oracle_average, oracle_lambda, oracle_merge
@@ -31,6 +32,7 @@ from ram_trl.errors import (
     StorageError,
 )
 from ram_trl.merging.model_card import model_card
+from ram_trl.storage.manifest import FileRecord
 from ram_trl.task_vector import open_task_vector
 
 
@@ -621,6 +623,28 @@ def test_a_registered_file_of_another_layout_is_refused_and_the_agent_named(own,
     base = torch.zeros(10, dtype=torch.bfloat16)
     with pytest.raises(CorruptedFileError, match=r"agent code@v1"):
         open_task_vector(agent).update(0, name.removeprefix("ends/"), 0, base)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tied_to", "model.norm.weight", "ties .* to 'model.norm.weight', which is not the same tensor"),
+        ("tied_to", "nowhere", "which is not the same tensor"),
+        ("tied_to", ["x"], "which is not the same tensor"),
+        ("base", "0" * 64, "records another base in its manifest"),
+        ("stored", None, "does not hold the tensors that it records"),
+    ],
+)
+def test_records_that_contradict_each_other_are_refused_though_the_digests_fit(own, tmp_path, field, value, message):
+    agent = own.get("math")
+    records = json.loads((agent.path / "tensors.json").read_text())
+    records["model.layers.0.mlp.up_proj.weight"][field] = value
+    (agent.path / "tensors.json").write_text(json.dumps(records))
+    manifest = agent.manifest
+    data = (agent.path / "tensors.json").read_bytes()
+    manifest.files["tensors.json"] = FileRecord(size=len(data), blake3=blake3(data).hexdigest())
+    (agent.path / "manifest.json").write_text(json.dumps(manifest.to_dict()))
+    assert_refused(tmp_path, CorruptedFileError, message, own)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
