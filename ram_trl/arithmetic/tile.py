@@ -58,7 +58,7 @@ class TileMerge:
         method (`str`):
             One of [`~ram_trl.arithmetic.ram.METHODS`].
         epsilon (`float`):
-            Threshold of equation 1.
+            Threshold of equation 1; 0 for `"average"`, which knows no masks.
         factors (`Sequence[float]`):
             Rescale factor lambda of every agent.
         weights (`Sequence[float]`):
@@ -181,9 +181,7 @@ def _merge_eager(
         TileUpdate(update.agent, _on_device(update.value, merge.device), _on_device(update.delta, merge.device))
         for update in updates
     ]
-    # a plain average knows no masks
-    epsilon = 0.0 if merge.method == "average" else merge.epsilon
-    updates = [mask_inactive_(update, epsilon) for update in updates]
+    updates = [mask_inactive_(update, merge.epsilon) for update in updates]
     if merge.method == "average":
         merged = average_tile(exact_base, updates, merge.weights)
     else:

@@ -148,7 +148,8 @@ def merge_agents(
             advance = _meter("merge", nbytes, progress)
             how = TileMerge(
                 method=method,
-                epsilon=epsilon,
+                # a plain average knows no masks
+                epsilon=0.0 if method == "average" else epsilon,
                 factors=factors,
                 weights=plan.weights,
                 rounding=rounding,

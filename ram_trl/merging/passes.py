@@ -168,7 +168,7 @@ def _merge_block(
     merge_tile = merge_tile_compiled if plan.is_compiled else merge_tile_eager
     for start, stop in _tile_bounds(block):
         inside = slice(start - block.start, stop - block.start)
-        updates = _updates(plan, block.name, start, base[inside])
+        updates = _updates(plan, block.name, start, base[inside], how.epsilon)
         if not updates:
             _check_finite(block.name, round_tile(base[inside], how, block.name, start, merged[inside]), dtype)
             continue
@@ -184,16 +184,14 @@ def _merge_block(
     return merged, _add_magnitudes(tiles)
 
 
-def _updates(plan: MergePlan, name: str, start: int, base: Tensor) -> list[TileUpdate | PackedUpdate]:
+def _updates(plan: MergePlan, name: str, start: int, base: Tensor, epsilon: float) -> list[TileUpdate | PackedUpdate]:
     """What the agents that touch a tile make of it."""
     updates = []
     for position in plan.touched_by.get(name, ()):
         vector = plan.vectors[position]
         if plan.is_compiled:
-            update = vector.packed_update(position, name, start, base, plan.settings.epsilon)
+            update = vector.packed_update(position, name, start, base, epsilon)
         else:
-            # a plain average knows no masks
-            epsilon = 0.0 if plan.settings.method == "average" else plan.settings.epsilon
             update = vector.update(position, name, start, base, epsilon)
         if update is not None:
             updates.append(update)
