@@ -108,7 +108,7 @@ class _Restored:
         workers: Workers,
     ):
         self._agent, self._base, self._task_vector, self._writer = agent, base, task_vector, writer
-        self._records = agent.tensors()
+        self._records, self._changed_tensors = agent.tensors(), task_vector.changed_tensors
         self._scratch, self._workers = Scratch(), workers
 
     def write(self, info: TensorInfo) -> None:
@@ -139,8 +139,7 @@ class _Restored:
         stop = min(start + PIECE_NUMEL, info.numel)
         dtype = self._base.tensors[source].dtype
         base = self._base.read(source, start, stop, self._scratch.take((stop - start) * dtype.itemsize))
-        changed = source in self._task_vector.changed_tensors
-        tiles = []
+        changed, tiles = source in self._changed_tensors, []
         for offset in range(0, stop - start, TILE_NUMEL):
             base_tile = base[offset : offset + TILE_NUMEL]
             tile = self._task_vector.agent_tile(source, start + offset, base_tile) if changed else None
