@@ -329,7 +329,7 @@ def test_commits_at_once_get_distinct_consecutive_versions(registry, kind):
         with ThreadPoolExecutor(8) as pool:
             results = list(pool.map(commit_many, [registry.path] * 8, range(8)))
     else:
-        with multiprocessing.get_context("fork").Pool(8) as pool:
+        with multiprocessing.get_context("forkserver").Pool(8) as pool:
             results = pool.starmap(commit_many, [(registry.path, number) for number in range(8)])
     # each process saw its own versions grow, and none was given twice or left out
     assert all(result == sorted(result) for result in results)
