@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from ram_trl import AgentRegistry
 from ram_trl.distributed import World
 from ram_trl.errors import AgentNotFoundError, StorageError
-from ram_trl.registering import live_model
+from ram_trl.registering import live_adapter, live_model
 from ram_trl.registering.live import LiveRegistration
 
 
@@ -119,14 +119,14 @@ def main_fails(folder: Path, base: str) -> dict[str, Any]:
 
         return third_fails
 
-    for agent, model, name in (
-        ("conversion", full, "revert_weight_conversion"),
-        ("parameter", full, "full_parameter"),
-        ("adapter", lora, "full_parameter"),
+    for agent, model, module, name in (
+        ("conversion", full, live_model, "revert_weight_conversion"),
+        ("parameter", full, live_model, "full_parameter"),
+        ("adapter", lora, live_adapter, "full_parameter"),
     ):
         live = registration(folder, agent, base)
         live.check(model, world)
-        with mock.patch.object(live_model, name, faulty(getattr(live_model, name))):
+        with mock.patch.object(module, name, faulty(getattr(module, name))):
             outcomes[agent] = outcome(lambda live=live, model=model: live.register(model, world, None, {}))
     # after all of these nobody is a collective ahead of the others
     outcomes["then"] = outcome(lambda: register(folder, "then", base, full, world))

@@ -24,24 +24,18 @@ from ..progress import Progress
 from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
 from ..storage.registry import AgentRegistry, RegisteredAgent
-from .adapter import check_adapter_config, map_adapter
-from .checks import check_finite, check_tensors
+from .checks import check_tensors
+from .live_adapter import check_adapter, snapshot_adapter
 from .live_model import (
-    adapter_layers,
-    adapter_name,
-    adapter_shapes,
     base_name,
     base_tensors,
     check_backend,
-    check_trained,
     full_shapes,
-    gather_adapter,
     has_trained_head,
     named_tensors,
-    save_adapter,
     unwrap,
 )
-from .register import build_manifest, write_lora_records
+from .register import build_manifest
 from .snapshot import AgentTensor, FullSnapshot
 
 
@@ -124,7 +118,7 @@ class LiveRegistration:
             base = world.run(lambda: self._open_base(model) if world.is_main else None)
             staged = world.run(lambda: stack.enter_context(self.registry.stage(self.agent)) if world.is_main else None)
             if isinstance(model, PeftModel):
-                manifest = _snapshot_adapter(model, base, staged, world, progress)
+                manifest = snapshot_adapter(model, base, staged, world, progress)
             else:
                 manifest = self._snapshot_full(model, base, staged, world, executed_in, progress)
 
@@ -143,11 +137,7 @@ class LiveRegistration:
         base = self._open_base(model)
         self.base_dtypes = {info.dtype for info in base.tensors.values()}
         if isinstance(model, PeftModel):
-            adapter = adapter_name(model)
-            config = model.peft_config[adapter].to_dict()
-            check_adapter_config(config)
-            check_trained(model, adapter)
-            map_adapter(adapter_shapes(model, adapter), config, base, adapter_layers(model, adapter))
+            check_adapter(model, base)
         else:
             check_tensors(full_shapes(model), base)
             if has_trained_head(model) and (OUTPUT_HEAD in base.tied or OUTPUT_HEAD not in base.tensors):
@@ -226,22 +216,3 @@ def _add(model: nn.Module, name: str, held: Tensor, snapshot: FullSnapshot | Non
             # a copy, of shards or from a GPU, is given back before the next is made
             if is_sharded(held) or not held.is_cpu:
                 snapshot.flush()
-
-
-def _snapshot_adapter(
-    model: PeftModel, base: Checkpoint | None, staged: Path | None, world: World, progress: Progress | None
-) -> Manifest | None:
-    adapter = world.run(lambda: adapter_name(model))
-    world.run(lambda: check_trained(model, adapter))
-    state = world.run(lambda: gather_adapter(model, adapter, keep=world.is_main))
-    config = model.peft_config[adapter]
-
-    def write() -> Manifest:
-        for name, tensor in state.items():
-            check_finite(name, tensor)
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        lora = map_adapter(shapes, config.to_dict(), base, adapter_layers(model, adapter))
-        save_adapter(staged, config, state, base.name)
-        return write_lora_records(staged, base, lora, next(iter(state.values())).dtype, progress)
-
-    return world.run(lambda: write() if world.is_main else None)
