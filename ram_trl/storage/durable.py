@@ -31,6 +31,7 @@ __all__ = [
     "staging_dir",
     "start_writeback",
     "sync_dir",
+    "sync_file",
     "write_json",
 ]
 
@@ -73,7 +74,7 @@ def publish(staged: Path, target: Path) -> None:
         for name in names:
             path = os.path.join(folder, name)
             os.chmod(path, mode)
-            _sync_file(path)
+            sync_file(path)
         sync_dir(Path(folder))
     try:
         os.rename(staged, target)
@@ -101,6 +102,15 @@ def output_dir_stage(target: Path) -> Iterator[Path]:
 def sync_dir(path: Path) -> None:
     """Flush the entries of a directory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: str | os.PathLike) -> None:
+    """Flush the bytes of a file."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -194,11 +204,3 @@ def _is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _sync_file(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

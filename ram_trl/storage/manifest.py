@@ -1,8 +1,10 @@
-"""What is written down about a registered agent: `manifest.json` and `tensors.json` (docs/FORMAT.md)."""
+"""What is written down about agents and generalists: `manifest.json` and `tensors.json` (docs/FORMAT.md)."""
 
+import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +13,17 @@ from blake3 import blake3
 from ..errors import CorruptedFileError, UnsupportedModelError
 
 
-__all__ = ["FORMAT_VERSION", "BaseRecord", "FileRecord", "LoraRecord", "Manifest", "SnapshotRecord", "TensorRecord"]
+__all__ = [
+    "FORMAT_VERSION",
+    "BaseRecord",
+    "FileRecord",
+    "GeneralistManifest",
+    "LoraRecord",
+    "Manifest",
+    "ParentRecord",
+    "SnapshotRecord",
+    "TensorRecord",
+]
 
 FORMAT_VERSION = 1
 
@@ -168,28 +180,13 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """As it is written, with a digest over itself."""
-        content = dataclasses.asdict(self)
-        return {**content, "digest": _digest(content)}
+        return _seal(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, content: dict[str, Any], where: str) -> "Manifest":
         """Read back what [`to_dict`] gave; `where` names the file in errors."""
-        version = content.get("format_version")
-        if type(version) is not int or version < 1:
-            raise CorruptedFileError(f"{where} is not a manifest: its format_version is {version!r}")
-        if version > FORMAT_VERSION:
-            raise UnsupportedModelError(
-                f"{where} has format version {version}, this ram_trl reads up to {FORMAT_VERSION}: "
-                "pip install --upgrade ram_trl"
-            )
-        content = dict(content)
-        if "digest" not in content:
-            raise CorruptedFileError(f"{where} has no digest: register the agent again")
-        if content.pop("digest") != _digest(content):
-            raise CorruptedFileError(f"{where} is not what was registered: its digest differs")
-        if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(content)):
-            raise CorruptedFileError(f"{where} is not a manifest: it lacks {', '.join(missing)}")
-        try:
+        with _explain(where):
+            content = _unseal(content, cls, where)
             return cls(
                 **{
                     **content,
@@ -198,8 +195,111 @@ class Manifest:
                     "files": {name: FileRecord(**record) for name, record in content["files"].items()},
                 }
             )
-        except (TypeError, KeyError, AttributeError) as error:
-            raise CorruptedFileError(f"{where} is not a manifest: {error}") from error
+
+
+@dataclass(kw_only=True, slots=True)
+class ParentRecord:
+    """An agent that a generalist was merged of; `digest` is that of its manifest."""
+
+    agent: str
+    version: int
+    digest: str
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneralistManifest:
+    """All that is recorded of one version of a generalist.
+
+    Args:
+        generalist (`str`):
+            Name of the generalist. The version is the name of its directory.
+        created (`str`):
+            Time of the merge, ISO 8601, UTC.
+        ram_trl_version (`str`):
+            Version of this package that wrote it.
+        base_model ([`BaseRecord`]):
+            Base model of its agents.
+        parents (`list[ParentRecord]`):
+            The agents that it was merged of.
+        settings (`dict`):
+            How they were merged.
+        gate (`str`, *optional*):
+            Name of the function that judged it, if one did.
+        refused (`str`, *optional*):
+            Why the gate refused it.
+        files (`dict[str, FileRecord]`):
+            Every other file of the version.
+        format_version (`int`):
+            Version of the format.
+    """
+
+    generalist: str
+    created: str
+    ram_trl_version: str
+    base_model: BaseRecord
+    parents: list[ParentRecord]
+    settings: dict[str, Any]
+    gate: str | None = None
+    refused: str | None = None
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is written, with a digest over itself."""
+        return _seal(dataclasses.asdict(self))
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any], where: str) -> "GeneralistManifest":
+        """Read back what [`to_dict`] gave; `where` names the file in errors."""
+        with _explain(where):
+            content = _unseal(content, cls, where)
+            return cls(
+                **{
+                    **content,
+                    "base_model": BaseRecord(**content["base_model"]),
+                    "parents": [ParentRecord(**record) for record in content["parents"]],
+                    "files": {name: FileRecord(**record) for name, record in content["files"].items()},
+                }
+            )
+
+
+def _seal(content: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's fields with a digest over them."""
+    return {**content, "digest": _digest(content)}
+
+
+def _unseal(content: dict[str, Any], manifest_class: type, where: str) -> dict[str, Any]:
+    """Check a manifest's format version, digest and fields.
+
+    Raises:
+        CorruptedFileError: if it is not what was written.
+        UnsupportedModelError: if a newer version of this package wrote it.
+    """
+    version = content.get("format_version")
+    if type(version) is not int or version < 1:
+        raise CorruptedFileError(f"{where} is not a manifest: its format_version is {version!r}")
+    if version > FORMAT_VERSION:
+        raise UnsupportedModelError(
+            f"{where} has format version {version}, this ram_trl reads up to {FORMAT_VERSION}: "
+            "pip install --upgrade ram_trl"
+        )
+    content = dict(content)
+    if "digest" not in content:
+        raise CorruptedFileError(f"{where} has no digest: register the agent again")
+    if content.pop("digest") != _digest(content):
+        raise CorruptedFileError(f"{where} is not what was registered: its digest differs")
+    if missing := sorted({field.name for field in dataclasses.fields(manifest_class)} - set(content)):
+        raise CorruptedFileError(f"{where} is not a manifest: it lacks {', '.join(missing)}")
+    return content
+
+
+@contextlib.contextmanager
+def _explain(where: str) -> Iterator[None]:
+    """Turn what a manifest with fields of other types raises into an error that names the file."""
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CorruptedFileError(f"{where} is not a manifest: {error}") from error
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The registry: a directory that holds agents, each in immutable, numbered versions. The directory is the database.
+"""The registry: a directory that holds agents, each in immutable, numbered versions (`versions.py`).
 
 ```
 registry/agents/math/v000001/manifest.json       what it is, and the digests of the other files
@@ -8,35 +8,22 @@ registry/agents/math/v000001/manifest.json       what it is, and the digests of 
                              adapter_map.json    a LoRA agent: which base tensor each factor changes
 ```
 
-A version appears by one rename when all its bytes are on disk. Two processes that register the same agent at once get
-two versions, without locks.
+The models that were merged of them are in `registry/generalists` (`generalists.py`).
 """
 
 import contextlib
 import os
-import re
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError, InvalidNameError, StorageError
-from .durable import (
-    STAGING_PREFIX,
-    digest_file,
-    explain_os_errors,
-    make_dirs,
-    needed_dirs,
-    publish,
-    read_json,
-    staging_dir,
-    sync_dir,
-    write_json,
-)
-from .manifest import FileRecord, LoraRecord, Manifest, TensorRecord
+from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError
+from .durable import explain_os_errors, read_json, write_json
+from .generalists import GeneralistStore
+from .manifest import LoraRecord, Manifest, TensorRecord
 from .tensor_file import TensorFile
+from .versions import MANIFEST, VersionStore, check_name, file_records, verify_file, verify_files
 
 
 __all__ = [
@@ -50,11 +37,8 @@ __all__ = [
     "write_records",
 ]
 
-MANIFEST, TENSORS, DELTA = "manifest.json", "tensors.json", "delta.safetensors"
+TENSORS, DELTA = "tensors.json", "delta.safetensors"
 ADAPTER, ADAPTER_MAP = "adapter_model.safetensors", "adapter_map.json"
-_AGENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_VERSION = re.compile(r"v([0-9]{6}|[1-9][0-9]{6,8})")
-_REMOVED = re.compile(rf"{_VERSION.pattern}\.removed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +70,7 @@ class RegisteredAgent:
         Raises:
             CorruptedFileError: if a file is missing, changed, or not recorded.
         """
-        with explain_os_errors(f"reading {self.path}"):
-            found = {file.name for file in self.path.iterdir()} - {MANIFEST}
-        for name in sorted(found ^ set(self.manifest.files)):
-            state = "has an unrecorded file" if name in found else "lacks its file"
-            raise CorruptedFileError(f"agent {self} {state} {name}: {self._cure}")
-        for name in self.manifest.files:
-            self._verify_file(name)
+        verify_files(self.path, self.manifest.files, f"agent {self}", self._cure)
 
     def tensors(self) -> dict[str, TensorRecord]:
         """Records of the base's tensors, by name."""
@@ -110,15 +88,9 @@ class RegisteredAgent:
     def _cure(self) -> str:
         return f"remove it (ram-trl remove --agent {self}) and register it again from its checkpoint"
 
-    def _verify_file(self, name: str) -> None:
-        path, record = self.path / name, self.manifest.files.get(name)
-        with explain_os_errors(f"reading {path}"):
-            if record is None or path.stat().st_size != record.size or digest_file(path) != record.blake3:
-                raise CorruptedFileError(f"agent {self}: {path} is not the file that was registered: {self._cure}")
-
     def _records(self, file_name: str, record_type: type) -> dict[str, Any]:
         # What is said about a damaged agent must not be said about its base.
-        self._verify_file(file_name)
+        verify_file(self.path, file_name, self.manifest.files, f"agent {self}", self._cure)
         path = self.path / file_name
         try:
             return {name: record_type(**fields) for name, fields in read_json(path).items()}
@@ -133,6 +105,10 @@ class AgentRegistry:
         path (`str`, `os.PathLike` or [`AgentRegistry`]):
             Directory of the registry, created by the first registration; or a registry, to have it again.
 
+    Attributes:
+        generalists ([`~ram_trl.storage.generalists.GeneralistStore`]):
+            The models that were merged of the agents and kept in the registry.
+
     Example:
 
     ```python
@@ -144,13 +120,15 @@ class AgentRegistry:
 
     def __init__(self, path: "str | os.PathLike | AgentRegistry"):
         self.path = path.path if isinstance(path, AgentRegistry) else Path(path)
+        self.generalists = GeneralistStore(self.path)
+        self._store = VersionStore(self.path / "agents", "agent")
 
     def __iter__(self) -> Iterator[RegisteredAgent]:
         """The latest version of every agent, by name."""
         return iter([self.get(name) for name in self.names()])
 
     def exists(self) -> bool:
-        return self._agents_dir.is_dir()
+        return self._store.exists()
 
     def names(self) -> list[str]:
         """Names of the agents that have a version, sorted.
@@ -160,13 +138,11 @@ class AgentRegistry:
         """
         if not self.exists():
             raise AgentNotFoundError(f"{self.path} is not a registry: no agent was ever registered there")
-        with explain_os_errors(f"reading {self.path}"):
-            folders = sorted(entry.name for entry in os.scandir(self._agents_dir) if entry.is_dir())
-        return [name for name in folders if _AGENT_NAME.fullmatch(name) and self.versions(name)]
+        return self._store.names()
 
     def versions(self, name: str) -> list[int]:
         """Version numbers of an agent, ascending; empty if there is none."""
-        return sorted(self._numbers(name, _VERSION))
+        return self._store.versions(name)
 
     def get(self, spec: str) -> RegisteredAgent:
         """Look up `"math"` (its latest version) or `"math@v2"`.
@@ -176,7 +152,7 @@ class AgentRegistry:
             InvalidNameError: if the name is not one.
         """
         name, numbers = self._find(spec)
-        path = self._version_dir(name, numbers[-1])
+        path = self._store.version_dir(name, numbers[-1])
         manifest = Manifest.from_dict(read_json(path / MANIFEST), str(path / MANIFEST))
         if manifest.agent != name or manifest.kind not in ("full", "lora"):
             raise CorruptedFileError(f"{path / MANIFEST} is not the manifest of agent {name!r}")
@@ -198,35 +174,21 @@ class AgentRegistry:
             StorageError: if that fails.
         """
         with explain_os_errors(f"writing to the registry {self.path}"):
-            make_dirs(self._agents_dir)
-            with staging_dir(self._agents_dir):
-                pass
+            self._store.check_writable()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Path]:
         """A directory to write a new version in. Nothing of it is visible until [`commit`]; it is removed on exit."""
-        check_agent_name(name)
-        with explain_os_errors(f"writing to the registry {self.path}"):
-            with needed_dirs(self._agents_dir / name), staging_dir(self._agents_dir / name) as staged:
-                yield staged
+        with explain_os_errors(f"writing to the registry {self.path}"), self._store.stage(name) as staged:
+            yield staged
 
     def commit(self, staged: Path, manifest: Manifest) -> RegisteredAgent:
         """Record the digests of a staged version's files, write its manifest and make it the agent's next version."""
         with explain_os_errors(f"registering agent {manifest.agent}"):
-            manifest.files = {
-                file.name: FileRecord(size=file.stat().st_size, blake3=digest_file(file))
-                for file in sorted(staged.iterdir())
-            }
+            manifest.files = file_records(staged)
             write_json(staged / MANIFEST, manifest.to_dict())
-            while True:
-                number = 1 + max([0, *self.versions(manifest.agent), *self._numbers(manifest.agent, _REMOVED)])
-                target = self._version_dir(manifest.agent, number)
-                try:
-                    publish(staged, target)
-                except FileExistsError:
-                    # another process took this number
-                    continue
-                return RegisteredAgent(manifest.agent, number, target, manifest)
+            number = self._store.commit(manifest.agent, staged)
+            return RegisteredAgent(manifest.agent, number, self._store.version_dir(manifest.agent, number), manifest)
 
     def remove(self, spec: str) -> list[str]:
         """Remove one version (`"math@v2"`) or all of an agent's (`"math"`), damaged ones too.
@@ -237,45 +199,14 @@ class AgentRegistry:
         name, numbers = self._find(spec)
         with explain_os_errors(f"removing agent {spec}"):
             for number in numbers:
-                path = self._version_dir(name, number)
-                path.with_name(f"{path.name}.removed").touch()
-                hidden = path.with_name(f"{STAGING_PREFIX}{uuid.uuid4().hex}")
-                path.rename(hidden)
-                sync_dir(path.parent)
-                if hidden.is_dir() and not hidden.is_symlink():
-                    shutil.rmtree(hidden)
-                else:
-                    hidden.unlink()
+                self._store.remove(name, number)
         return [f"{name}@v{number}" for number in numbers]
 
     def _find(self, spec: str) -> tuple[str, list[int]]:
-        """Name of an agent, and the version that a spec names or all that there are."""
-        name, number = _parse_spec(spec)
-        known = self.names()
-        if name not in known:
-            raise AgentNotFoundError(f"no agent {name!r} in {self.path}; it holds: {', '.join(known) or 'none'}")
-        versions = self.versions(name)
-        if number is not None and number not in versions:
-            listed = ", ".join(f"v{version}" for version in versions)
-            raise AgentNotFoundError(f"agent {name!r} has no version v{number}; it has: {listed}")
-        return name, versions if number is None else [number]
-
-    def _version_dir(self, name: str, number: int) -> Path:
-        return self._agents_dir / name / f"v{number:06d}"
-
-    @property
-    def _agents_dir(self) -> Path:
-        return self.path / "agents"
-
-    def _numbers(self, name: str, pattern: re.Pattern) -> list[int]:
-        check_agent_name(name)
-        try:
-            entries = os.listdir(self._agents_dir / name)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(f"cannot read {self._agents_dir / name}: {error.strerror}") from error
-        return [int(match[1]) for entry in entries if (match := pattern.fullmatch(entry))]
+        # a name is refused before the registry is missed
+        check_agent_name(spec.partition("@")[0])
+        self.names()
+        return self._store.find(spec)
 
 
 def check_agent_name(name: str) -> None:
@@ -284,11 +215,7 @@ def check_agent_name(name: str) -> None:
     Raises:
         InvalidNameError: if it is not a valid name.
     """
-    if not _AGENT_NAME.fullmatch(name):
-        raise InvalidNameError(
-            f"{name!r} is not a name for an agent: use up to 96 letters, digits, '.', '_' and '-', "
-            "beginning with a letter or digit"
-        )
+    check_name(name, "agent")
 
 
 def write_records(path: Path, records: Mapping[str, TensorRecord] | Mapping[str, LoraRecord]) -> None:
@@ -298,13 +225,3 @@ def write_records(path: Path, records: Mapping[str, TensorRecord] | Mapping[str,
         for name, record in records.items()
     }
     write_json(path, content)
-
-
-def _parse_spec(spec: str) -> tuple[str, int | None]:
-    name, separator, version = spec.partition("@")
-    check_agent_name(name)
-    if not separator:
-        return name, None
-    if not re.fullmatch(r"v[1-9][0-9]{0,8}", version):
-        raise InvalidNameError(f"{spec!r} does not name a version: write it like {name}@v2")
-    return name, int(version[1:])
