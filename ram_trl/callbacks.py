@@ -6,7 +6,9 @@ import math
 import os
 import re
 import shlex
+import time
 import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,15 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .arithmetic.defaults import DEFAULT_EPSILON
-from .distributed import current_world
-from .errors import RamTrlError
+from .config import load_function
+from .distributed import World, current_world
+from .errors import ConfigError, RamTrlError
+from .merging.integrate import check_integration, gate_name, integrate_agents
+from .progress import Progress
 from .registering.live import LiveRegistration
 from .registering.live_model import base_name, unwrap
 from .registering.register import check_options
+from .storage.generalists import Generalist
 from .storage.registry import AgentRegistry, RegisteredAgent
 from .terminal import progress_bar
 
@@ -34,7 +40,7 @@ __all__ = ["RAMRegistryCallback"]
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,14 +65,22 @@ class RAMRegistryCallback(TrainerCallback):
             base's if the run computed in it (autocast). `"float32"`, `"bfloat16"` and `"float16"` force one.
         epsilon (`float`, *optional*, defaults to `1e-5`):
             Where values are stored in float32, changes of at most this size are not stored.
+        merge_to (`str`, *optional*):
+            Name of a generalist: when the agent is registered, the same ranks merge the registry's agents into its
+            next version.
+        merge_config (`Mapping`, *optional*):
+            How to merge: `agents`, `gate`, `method`, `r`, ... as in [`integrate_agents`]. The gate may be named, as
+            `"module:function"`.
         strict (`bool`, *optional*, defaults to `False`):
-            Raise at the end of training, on all ranks, if the agent cannot be registered.
+            Raise at the end of training, on all ranks, if the agent cannot be registered or merged.
 
     Attributes:
         registered ([`RegisteredAgent`], *optional*):
             The new version, on rank 0, after training.
+        generalist ([`~ram_trl.storage.generalists.Generalist`], *optional*):
+            The new version of the generalist, on every rank, after training.
         error (`Exception`, *optional*):
-            Why the agent was not registered.
+            Why the agent was not registered or not merged.
 
     Example:
 
@@ -86,6 +100,8 @@ class RAMRegistryCallback(TrainerCallback):
         revision: str | None = None,
         snapshot_dtype: str = "auto",
         epsilon: float = DEFAULT_EPSILON,
+        merge_to: str | None = None,
+        merge_config: Mapping[str, Any] | None = None,
         strict: bool = False,
     ):
         check_options(agent, snapshot_dtype, epsilon)
@@ -98,20 +114,33 @@ class RAMRegistryCallback(TrainerCallback):
             epsilon=epsilon,
         )
         self._revision = revision
+        self._began = 0.0
+        self._merge_to, self._merge_config = merge_to, dict(merge_config or {})
+        if isinstance(self._merge_config.get("gate"), str):
+            self._merge_config["gate"] = load_function(self._merge_config["gate"], "gate")
+        if merge_to is not None:
+            check_integration(merge_to, **self._merge_config)
+        elif merge_config is not None:
+            raise ConfigError("merge_config is for merge_to: name a generalist")
         self.strict = strict
         self.registered: RegisteredAgent | None = None
+        self.generalist: Generalist | None = None
         self.error: Exception | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
     ) -> None:
-        self.registered, self.error = None, None
+        self.registered, self.generalist, self.error = None, None, None
         registration, world = self._registration, current_world()
+        self._began = time.time()
         registration.revision = self._revision
         if registration.base_model is None and registration.revision is None:
             # TRL's configurations say here which revision of the model they load.
             registration.revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         registration.check(model, world, _executed_in())
+        if self._merge_to is not None:
+            generalists = registration.registry.generalists
+            world.run_on_main(lambda: generalists.check_writable(self._merge_to))
         base = registration.base_model or base_name(unwrap(model))
         if world.is_main and _CHECKPOINT.fullmatch(Path(base).name):
             logger.warning(
@@ -129,16 +158,15 @@ class RAMRegistryCallback(TrainerCallback):
     ) -> None:
         world = current_world()
         executed_in = _executed_in()
-        show = progress_bar() if world.is_main and not args.disable_tqdm else contextlib.nullcontext()
         try:
-            with show as progress:
-                self.registered = self._registration.register(
-                    model, world, executed_in, _provenance(args, state), progress
-                )
+            training = world.run(lambda: _provenance(args, state))
+            with _progress(args, world) as progress:
+                self.registered = self._registration.register(model, world, executed_in, training, progress)
         except Exception as error:
             _release_frames(error)
             self.error = error
-            if world.is_main:
+            # an error of another kind is known to this rank alone, or comes from the death of another
+            if world.is_main or not isinstance(error, RamTrlError):
                 logger.error(
                     "agent %r was NOT registered: %s\nThe trained model is unharmed. Register it later with:\n  %s",
                     self._registration.agent,
@@ -149,20 +177,50 @@ class RAMRegistryCallback(TrainerCallback):
             if self.strict:
                 raise
         if self.registered is not None:
-            message = f"registered {self.registered} in {self._registration.registry.path}"
+            best_step, weights = _best_step(args, state), ""
+            if best_step is not None:
+                weights = f", with the weights of its best checkpoint (step {best_step})"
+            message = f"registered {self.registered} in {self._registration.registry.path}{weights}"
             logger.info(message)
             if not args.disable_tqdm:
                 tqdm.write(message)
             if state.global_step < state.max_steps:
-                logger.warning(
-                    "agent %s was registered after %d of %d steps", self.registered, state.global_step, state.max_steps
+                steps = f"{state.global_step} of {state.max_steps} steps{weights}"
+                logger.warning("agent %s was registered after %s", self.registered, steps)
+        if self._merge_to is not None and self.error is None:
+            self._integrate(args, world)
+
+    def _integrate(self, args: TrainingArguments, world: World) -> None:
+        """Merge the agents into the generalist's next version. A failure costs neither the run nor the agent."""
+        registry = self._registration.registry
+        try:
+            with _progress(args, world) as progress:
+                self.generalist = integrate_agents(
+                    registry, self._merge_to, world=world, progress=progress, **self._merge_config
                 )
+        except Exception as error:
+            _release_frames(error)
+            self.error = error
+            if world.is_main:
+                logger.error(
+                    "%s is registered, but generalist %r was NOT merged: %s\nMerge it later with:\n  %s",
+                    self.registered,
+                    self._merge_to,
+                    error if isinstance(error, RamTrlError) else repr(error),
+                    _merge_command(registry, self._merge_to, self._merge_config),
+                    exc_info=not isinstance(error, RamTrlError),
+                )
+            if self.strict:
+                raise
+            return
+        if world.is_main and not args.disable_tqdm:
+            tqdm.write(f"merged {self.generalist} of {', '.join(self.generalist.parents)}")
 
     def _retry_command(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, executed_in: torch.dtype | None
     ) -> str:
         """The command that registers from disk what could not be registered from memory."""
-        registration, checkpoint = self._registration, _final_checkpoint(args, state)
+        registration, checkpoint = self._registration, _final_checkpoint(args, state, self._began)
         dtype = registration.snapshot_dtype
         if dtype == "auto" and executed_in in registration.base_dtypes:
             # a checkpoint does not tell what its run computed in
@@ -181,19 +239,57 @@ class RAMRegistryCallback(TrainerCallback):
         return command if checkpoint else f"{command}\n  (after trainer.save_model(DIR): there is no checkpoint of it)"
 
 
+def _merge_command(registry: AgentRegistry, generalist: str, config: Mapping[str, Any]) -> str:
+    """The command that merges what could not be merged when training ended."""
+    options: dict[str, list[Any]] = {"registry": [registry.path], "merge_to": [generalist]}
+    for name, value in config.items():
+        if name == "weights":
+            options[name] = [f"{agent}={weight}" for agent, weight in value.items()]
+        elif name == "gate" and value is not None:
+            options[name] = [gate_name(value)]
+        elif value is not None:
+            options[name] = list(value) if name == "agents" else [value]
+    words = [f"--{name} {' '.join(shlex.quote(str(value)) for value in values)}" for name, values in options.items()]
+    return "accelerate launch recipes/merge.py " + " ".join(words)
+
+
+@contextlib.contextmanager
+def _progress(args: TrainingArguments, world: World) -> Iterator[Progress | None]:
+    with progress_bar() if world.is_main and not args.disable_tqdm else contextlib.nullcontext() as progress:
+        yield progress
+
+
 def _executed_in() -> torch.dtype | None:
     """Dtype of autocast, if the run computes under it."""
     return _AUTOCAST.get(AcceleratorState().mixed_precision) if is_initialized() else None
 
 
-def _final_checkpoint(args: TrainingArguments, state: TrainerState) -> str | None:
-    """The checkpoint that holds the model as it is at the end; the last one need not, and may be of an earlier run."""
-    if args.save_strategy == "no":
+def _best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
+    """The checkpoint that the trainer went back to before it ended, if it did."""
+    if not args.load_best_model_at_end or state.best_model_checkpoint is None:
         return None
-    path = Path(args.output_dir, f"checkpoint-{state.global_step}")
-    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-        path = Path(state.best_model_checkpoint)
-    return str(path) if any(path.glob("*.safetensors")) else None
+    path = Path(state.best_model_checkpoint)
+    return path if os.path.isdir(path) else None
+
+
+def _best_step(args: TrainingArguments, state: TrainerState) -> int | None:
+    """The step that the weights are of, if the trainer went back to that."""
+    best = _best_checkpoint(args, state)
+    # state.best_global_step may be a later one, which was evaluated and not saved
+    name = best and _CHECKPOINT.fullmatch(best.name)
+    return int(name[1]) if name else None
+
+
+def _final_checkpoint(args: TrainingArguments, state: TrainerState, began: float) -> str | None:
+    """The checkpoint that holds the model as it is at the end; the last one need not, and may be of an earlier run."""
+    best = _best_checkpoint(args, state)
+    path = best or Path(args.output_dir, f"checkpoint-{state.global_step}")
+    try:
+        is_of_this_run = best is not None or path.stat().st_mtime >= began
+        return str(path) if is_of_this_run and any(path.glob("*.safetensors")) else None
+    except OSError:
+        # there is none, or its disk is gone, which must not cost the run
+        return None
 
 
 def _release_frames(error: BaseException) -> None:
@@ -206,12 +302,15 @@ def _release_frames(error: BaseException) -> None:
 
 def _provenance(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
     """Where the agent comes from: numbers and versions, no paths."""
-    metrics = {}
+    metrics, best_step = {}, _best_step(args, state)
     for entry in state.log_history:
-        metrics.update({key: value for key, value in entry.items() if isinstance(value, int | float)})
+        if best_step is None or entry["step"] <= best_step:
+            metrics.update({key: value for key, value in entry.items() if isinstance(value, int | float)})
     return {
         "arguments": type(args).__name__,
         "step": state.global_step,
+        # the weights are of this one, if the trainer went back to its best checkpoint
+        "best_step": best_step,
         "max_steps": state.max_steps,
         "learning_rate": args.learning_rate,
         "seed": args.seed,

@@ -6,9 +6,13 @@ command line wins. TRL's own parser is not used for the merge because importing 
 
 import argparse
 import dataclasses
+import importlib
+import os
 import reprlib
+import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +23,7 @@ from .arithmetic.defaults import DEFAULT_EPSILON
 from .errors import ConfigError
 
 
-__all__ = ["MergeConfig", "OptionParser", "RegistryConfig", "parse_config"]
+__all__ = ["MergeConfig", "OptionParser", "RegistryConfig", "load_function", "parse_config"]
 
 T = TypeVar("T")
 
@@ -37,7 +41,14 @@ class MergeConfig:
     registry: str = field(metadata={"help": "Directory of the registry."})
     output_dir: str | None = field(
         default=None,
-        metadata={"help": "Directory for the merged model; must not exist or be empty. Needed unless --probe_only."},
+        metadata={"help": "Directory for the merged model; must not exist or be empty. Or --merge_to, --probe_only."},
+    )
+    merge_to: str | None = field(
+        default=None, metadata={"help": "Make the merged model the next version of this generalist of the registry."}
+    )
+    gate: str | None = field(
+        default=None,
+        metadata={"help": "With --merge_to: MODULE:FUNCTION that promotes or refuses the merged model (docs)."},
     )
     agents: list[str] | None = field(
         default=None,
@@ -77,19 +88,28 @@ class MergeConfig:
     def __post_init__(self):
         if self.preset is not None and self.preset not in PRESETS:
             raise ConfigError(f"preset={self.preset!r} is not one of {', '.join(PRESETS)}")
-        if self.output_dir is None and not self.probe_only:
-            raise ConfigError("no --output_dir was given (or --probe_only to look without merging)")
+        if [self.output_dir is not None, self.merge_to is not None, self.probe_only].count(True) == 0:
+            raise ConfigError("no --output_dir was given (or --merge_to, or --probe_only to look without merging)")
+        if self.merge_to is not None and (self.output_dir is not None or self.probe_only):
+            raise ConfigError("--merge_to writes into the registry: leave out --output_dir and --probe_only")
+        if self.gate is not None and self.merge_to is None:
+            raise ConfigError("--gate judges a generalist: name one with --merge_to")
         for name, value in {**_DEFAULTS, **PRESETS.get(self.preset, {})}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
     def merge_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of [`merge_agents`]."""
+        """Keyword arguments of [`merge_agents`], or of [`integrate_agents`] if there is a generalist to merge to."""
         arguments = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for option in ("preset", "probe_only", "cpu"):
+        for option in ("preset", "probe_only", "cpu", "merge_to", "gate"):
             del arguments[option]
+        arguments["weights"] = arguments["weights"] or {}
         if self.probe_only:
             arguments["output_dir"] = None
+        if self.merge_to is not None:
+            del arguments["output_dir"]
+            arguments["generalist"] = self.merge_to
+            arguments["gate"] = None if self.gate is None else load_function(self.gate, "gate")
         return arguments
 
 
@@ -108,6 +128,13 @@ class RegistryConfig:
     )
     snapshot_epsilon: float = field(
         default=DEFAULT_EPSILON, metadata={"help": "Smallest change that is stored of weights kept in float32."}
+    )
+    merge_to: str | None = field(
+        default=None,
+        metadata={"help": "After registering, merge the agents into the next version of this generalist."},
+    )
+    merge_config: str | None = field(
+        default=None, metadata={"help": "YAML file with options of recipes/merge.py for --merge_to (agents, gate, r)."}
     )
     strict: bool = field(default=False, metadata={"help": "Fail at the end if the agent cannot be registered."})
 
@@ -161,6 +188,25 @@ def parse_config(config_class: type[T], argv: list[str] | None = None, descripti
         if name not in values and option.default is dataclasses.MISSING:
             raise ConfigError(f"no --{name} was given")
     return config_class(**{name: _convert(name, value, kinds[name]) for name, value in values.items()})
+
+
+def load_function(name: str, option: str) -> Callable[..., Any]:
+    """Import a function that an option names as `MODULE:FUNCTION`, from the working directory too.
+
+    Raises:
+        ConfigError: naming the option, if there is no such function.
+    """
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:
+        # a user's module can raise anything when it is imported
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{option}: {name!r} is not a MODULE:FUNCTION that can be imported: {problem}") from error
+    if not callable(found):
+        raise ConfigError(f"{option}: {name!r} is not a function")
+    return found
 
 
 def _kind(hint: Any) -> type:

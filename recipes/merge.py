@@ -2,6 +2,9 @@
 
 accelerate launch recipes/merge.py --registry registry --output_dir merged
 
+# continually: the next version of a generalist in the registry, promoted or refused by a gate of your own
+accelerate launch recipes/merge.py --registry registry --merge_to generalist --gate gates:keeps_math
+
 # only look: densities, overlaps and rescale factors, nothing is written
 python recipes/merge.py --registry registry --probe_only
 
@@ -20,6 +23,7 @@ def main() -> None:
         config = parse_config(MergeConfig, description="Merge registered agents into one model.")
         # imported here: --help and mistakes in the options answer at once
         from ram_trl.distributed import start_world
+        from ram_trl.merging.integrate import integrate_agents
         from ram_trl.merging.merge import merge_agents
         from ram_trl.merging.report import format_report
 
@@ -27,11 +31,18 @@ def main() -> None:
         gc.freeze()
         world = start_world(cpu=config.cpu)
         with progress_bar() as progress:
-            report = merge_agents(**config.merge_arguments(), world=world, progress=progress)
+            if config.merge_to is None:
+                report = merge_agents(**config.merge_arguments(), world=world, progress=progress)
+                outcome = f"merged model: {config.output_dir}"
+            else:
+                merged = integrate_agents(**config.merge_arguments(), world=world, progress=progress)
+                report = merged.report()
+                refused = merged.manifest.refused
+                outcome = f"{merged} in {merged.path}\n" + (f"not promoted: {refused}" if refused else "promoted")
         if world.is_main:
             print(format_report(report))
             if not config.probe_only:
-                print(f"merged model: {config.output_dir}")
+                print(outcome)
 
 
 if __name__ == "__main__":

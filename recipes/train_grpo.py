@@ -8,12 +8,9 @@ is a dataset of the Hub, or a local .json, .jsonl, .csv or .parquet file, with a
 reach the reward functions by name.
 """
 
-import importlib
-import os
-import sys
 from pathlib import Path
 
-from ram_trl.config import RegistryConfig
+from ram_trl.config import MergeConfig, RegistryConfig, load_function, parse_config
 from ram_trl.errors import ConfigError
 from ram_trl.terminal import exit_on_error
 
@@ -41,13 +38,17 @@ def load_prompts(name, config, split):
     return prompts
 
 
-def load_reward(name):
-    module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward_funcs: {name!r} is not a MODULE:FUNCTION that can be imported: {error}") from error
+def merge_options(registry_args):
+    """What the callback merges with: the options of recipes/merge.py in the file --merge_config."""
+    if registry_args.merge_to is None:
+        if registry_args.merge_config is not None:
+            raise ConfigError("--merge_config is for --merge_to: name a generalist")
+        return None
+    argv = ["--registry", registry_args.registry, "--merge_to", registry_args.merge_to]
+    if registry_args.merge_config is not None:
+        argv += ["--config", registry_args.merge_config]
+    options = parse_config(MergeConfig, argv).merge_arguments()
+    return {name: value for name, value in options.items() if name not in ("registry", "generalist")}
 
 
 def main() -> None:
@@ -76,10 +77,12 @@ def main() -> None:
         revision=model_args.model_revision if registry_args.registry_base_model is None else None,
         snapshot_dtype=registry_args.snapshot_dtype,
         epsilon=registry_args.snapshot_epsilon,
+        merge_to=registry_args.merge_to,
+        merge_config=merge_options(registry_args),
     )
     trainer = GRPOTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=[load_reward(name) for name in registry_args.reward_funcs],
+        reward_funcs=[load_function(name, "reward_funcs") for name in registry_args.reward_funcs],
         args=training_args,
         train_dataset=load_prompts(
             script_args.dataset_name, script_args.dataset_config, script_args.dataset_train_split
@@ -93,6 +96,8 @@ def main() -> None:
         raise callback.error
     if callback.registered is not None:
         print(f"registered {callback.registered} in {registry_args.registry}")
+        if callback.generalist is not None:
+            print(f"merged {callback.generalist} of {', '.join(callback.generalist.parents)}")
 
 
 if __name__ == "__main__":

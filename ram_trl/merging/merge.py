@@ -6,6 +6,8 @@ Every step is taken by all ranks together; a rank that fails is heard by the oth
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from .plan import MergePlan, MergeSettings, plan_merge
 from .report import build_report
 
 
-__all__ = ["merge_agents"]
+__all__ = ["merge_agents", "run_merge"]
 
 logger = logging.getLogger(__name__)
 
@@ -116,55 +118,99 @@ def merge_agents(
         return plan_merge(registry, agents, settings, base_model)
 
     plan = world.run(make_plan)
-    with contextlib.closing(plan):
+    if output_dir is None:
+        with contextlib.closing(plan):
+            return _probe(plan, world, progress)[0]
+    target = Path(output_dir)
+    return run_merge(
+        plan, partial(output_dir_stage, target), target.absolute().name, max_shard_size, world=world, progress=progress
+    )
+
+
+def run_merge(
+    plan: MergePlan,
+    stage: Callable[[], AbstractContextManager[Path]],
+    title: str,
+    max_shard_size: str,
+    *,
+    world: World,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Carry a plan out. All ranks call it.
+
+    Args:
+        plan ([`~ram_trl.merging.plan.MergePlan`]):
+            The plan, closed at the end.
+        stage (`Callable`):
+            Gives a context manager, entered on rank 0 alone, of a directory to write the model in. It publishes the
+            directory when it is left without an error.
+        title (`str`):
+            Name of the model in its card.
+        max_shard_size (`str`):
+            Largest size of a weight file.
+        world ([`~ram_trl.distributed.World`]):
+            The processes that merge together.
+        progress (`Callable`, *optional*):
+            Called on rank 0 with what is being done, the bytes done and the bytes to do.
+
+    Returns:
+        `dict`: the content of `merge_report.json`.
+    """
+    settings = plan.settings
+    with contextlib.closing(plan), contextlib.ExitStack() as stack:
+        report, counts, factors = _probe(plan, world, progress)
+        staged = world.run_on_main(lambda: stack.enter_context(stage()))
+        writer = CheckpointWriter(staged, plan_shards(plan.outputs, parse_size(max_shard_size)))
+        stack.callback(writer.close)
+        world.run_on_main(writer.create)
+        world.run(writer.open)
         names = plan.share(world.rank, world.size)
-        nbytes = sum(plan.base.tensors[name].nbytes for name in names)
-        progress = progress if world.is_main else None
-        world.run(lambda: _verify(plan.agents[world.rank :: world.size], progress))
-        advance = _meter("probe", nbytes, progress)
-        local = world.run(lambda: probe_tensors(plan, names, advance))
-        counts = OverlapCounts.from_list(world.sum_counts(local.to_list()), len(plan.agents))
-        factors = [
-            rescale_factor(method, overlap_ratio(shared, unique), r=r, alpha=alpha)
-            for shared, unique in zip(counts.shared, counts.unique, strict=True)
-        ]
-        report = build_report(plan, counts, factors)
-        if world.is_main:
-            if engine == "auto" and kernels.compiled is None and method != "average":
-                logger.warning(
-                    "this installation has no compiled loops, torch merges in several times as long: install ram_trl "
-                    "again where there is a C compiler"
-                )
-            for warning in report["warnings"]:
-                logger.warning(warning)
-        if output_dir is None:
-            return report
-        with contextlib.ExitStack() as stack:
-            staged = world.run_on_main(lambda: stack.enter_context(output_dir_stage(Path(output_dir))))
-            writer = CheckpointWriter(staged, plan_shards(plan.outputs, parse_size(max_shard_size)))
-            stack.callback(writer.close)
-            world.run_on_main(writer.create)
-            world.run(writer.open)
-            advance = _meter("merge", nbytes, progress)
-            how = TileMerge(
-                method=method,
-                # a plain average knows no masks
-                epsilon=0.0 if method == "average" else epsilon,
-                factors=factors,
-                weights=plan.weights,
-                rounding=rounding,
-                seed=seed,
-                device=world.device,
-            )
-            local = world.run(lambda: merge_tensors(plan, names, how, writer, advance))
-            magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
-            report = build_report(plan, counts, factors, magnitudes)
-            world.run(plan.check_unchanged)
-            writer.close()
-            world.run_on_main(lambda: _finish(plan, staged, report, Path(output_dir).absolute().name))
-            # leaving the staged directory publishes it
-            world.run_on_main(stack.close)
+        advance = _meter("merge", plan.nbytes(names), progress if world.is_main else None)
+        how = TileMerge(
+            method=settings.method,
+            # a plain average knows no masks
+            epsilon=0.0 if settings.method == "average" else settings.epsilon,
+            factors=factors,
+            weights=plan.weights,
+            rounding=settings.rounding,
+            seed=settings.seed,
+            device=world.device,
+        )
+        local = world.run(lambda: merge_tensors(plan, names, how, writer, advance))
+        magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
+        report = build_report(plan, counts, factors, magnitudes)
+        world.run(plan.check_unchanged)
+        writer.close()
+        world.run_on_main(lambda: _finish(plan, staged, report, title))
+        # leaving the staged directory publishes it
+        world.run_on_main(stack.close)
     return report
+
+
+def _probe(
+    plan: MergePlan, world: World, progress: Progress | None
+) -> tuple[dict[str, Any], OverlapCounts, list[float]]:
+    """Check the agents, count overlaps over the whole model, and find the rescale factors."""
+    settings, progress = plan.settings, progress if world.is_main else None
+    world.run(lambda: _verify(plan.agents[world.rank :: world.size], progress))
+    names = plan.share(world.rank, world.size)
+    advance = _meter("probe", plan.nbytes(names), progress)
+    local = world.run(lambda: probe_tensors(plan, names, advance))
+    counts = OverlapCounts.from_list(world.sum_counts(local.to_list()), len(plan.agents))
+    factors = [
+        rescale_factor(settings.method, overlap_ratio(shared, unique), r=settings.r, alpha=settings.alpha)
+        for shared, unique in zip(counts.shared, counts.unique, strict=True)
+    ]
+    report = build_report(plan, counts, factors)
+    if world.is_main:
+        if settings.engine == "auto" and kernels.compiled is None and settings.method != "average":
+            logger.warning(
+                "this installation has no compiled loops, torch merges in several times as long: install ram_trl "
+                "again where there is a C compiler"
+            )
+        for warning in report["warnings"]:
+            logger.warning(warning)
+    return report, counts, factors
 
 
 def _verify(agents: Sequence[RegisteredAgent], progress: Progress | None) -> None:

@@ -117,6 +117,10 @@ class MergePlan:
                 names.append(info.name)
         return names
 
+    def nbytes(self, names: Sequence[str]) -> int:
+        """Bytes of some of the base's tensors."""
+        return sum(self.base.tensors[name].nbytes for name in names)
+
     @property
     def is_compiled(self) -> bool:
         """Whether the compiled loops merge, or torch."""

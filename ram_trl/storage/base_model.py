@@ -23,7 +23,8 @@ def check_same_base(agents: list[RegisteredAgent]) -> None:
         if other.manifest.base_model.digest != first.manifest.base_model.digest:
             raise IncompatibleAgentError(
                 f"agents {first} and {other} have different base models: {first.manifest.base_model.name} and "
-                f"{other.manifest.base_model.name}; choose agents of one base with --agents"
+                f"{other.manifest.base_model.name}; choose agents of one base with --agents, or carry one over to the "
+                "other's base with ram-trl rebase"
             )
 
 

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError
 from .durable import STAGING_PREFIX, explain_os_errors, read_json, sync_dir, sync_file, write_json
@@ -55,6 +56,10 @@ class Generalist:
     def parents(self) -> list[str]:
         """The agents that it was merged of: `["code@v1", "math@v3"]`."""
         return [f"{parent.agent}@v{parent.version}" for parent in self.manifest.parents]
+
+    def report(self) -> dict[str, Any]:
+        """Content of its `merge_report.json`."""
+        return read_json(self.path / "merge_report.json")
 
     def verify(self) -> None:
         """Compare every file with its recorded size and digest.
