@@ -25,7 +25,9 @@ _PUBLIC = {
     "MergeConfig": "config",
     "RAMRegistryCallback": "callbacks",
     "RamTrlError": "errors",
+    "integrate_agents": "merging.integrate",
     "merge_agents": "merging.merge",
+    "rebase_agent": "registering.rebase",
     "register_agent": "registering.register",
     "restore_agent": "registering.restore",
 }

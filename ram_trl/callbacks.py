@@ -26,7 +26,7 @@ from .arithmetic.defaults import DEFAULT_EPSILON
 from .config import load_function
 from .distributed import World, current_world
 from .errors import ConfigError, RamTrlError
-from .merging.integrate import check_integration, gate_name, integrate_agents
+from .merging.integrate import check_integration, integrate_agents, merge_command
 from .progress import Progress
 from .registering.live import LiveRegistration
 from .registering.live_model import base_name, unwrap
@@ -207,7 +207,7 @@ class RAMRegistryCallback(TrainerCallback):
                     self.registered,
                     self._merge_to,
                     error if isinstance(error, RamTrlError) else repr(error),
-                    _merge_command(registry, self._merge_to, self._merge_config),
+                    merge_command(registry, self._merge_to, self._merge_config),
                     exc_info=not isinstance(error, RamTrlError),
                 )
             if self.strict:
@@ -237,20 +237,6 @@ class RAMRegistryCallback(TrainerCallback):
         given = {name: shlex.quote(value) for name, value in options.items() if value is not None}
         command = "ram-trl register " + " ".join(f"--{name} {value}" for name, value in given.items())
         return command if checkpoint else f"{command}\n  (after trainer.save_model(DIR): there is no checkpoint of it)"
-
-
-def _merge_command(registry: AgentRegistry, generalist: str, config: Mapping[str, Any]) -> str:
-    """The command that merges what could not be merged when training ended."""
-    options: dict[str, list[Any]] = {"registry": [registry.path], "merge_to": [generalist]}
-    for name, value in config.items():
-        if name == "weights":
-            options[name] = [f"{agent}={weight}" for agent, weight in value.items()]
-        elif name == "gate" and value is not None:
-            options[name] = [gate_name(value)]
-        elif value is not None:
-            options[name] = list(value) if name == "agents" else [value]
-    words = [f"--{name} {' '.join(shlex.quote(str(value)) for value in values)}" for name, values in options.items()]
-    return "accelerate launch recipes/merge.py " + " ".join(words)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The command line `ram-trl`: register, list, show, restore and remove agents."""
+"""The command line `ram-trl`: agents and generalists of a registry."""
 
 import argparse
 import json
@@ -58,9 +58,7 @@ def _list(arguments: argparse.Namespace) -> None:
                 summary["base_model"]["name"],
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    _print_table(rows)
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -83,6 +81,65 @@ def _restore(arguments: argparse.Namespace) -> None:
             progress=progress,
         )
     print(f"{agent} restored to {arguments.output_dir}")
+
+
+def _rebase(arguments: argparse.Namespace) -> None:
+    from .registering.rebase import rebase_agent
+    from .storage.registry import AgentRegistry
+
+    with progress_bar() as progress:
+        agent = rebase_agent(
+            AgentRegistry(arguments.registry),
+            arguments.agent,
+            base_model=arguments.base_model,
+            revision=arguments.revision,
+            present_base=arguments.present_base,
+            snapshot_dtype=arguments.snapshot_dtype,
+            epsilon=arguments.epsilon,
+            progress=progress,
+        )
+    _show_agent(agent, arguments.json)
+
+
+def _generalists(arguments: argparse.Namespace) -> None:
+    from .storage.registry import AgentRegistry
+
+    store = AgentRegistry(arguments.registry).generalists
+    latest = {name: store.latest(name) for name in store.names()}
+    generalists = list(store)
+    if arguments.json:
+        print(json.dumps([_generalist_summary(one, latest[one.name]) for one in generalists], indent=2))
+        return
+    rows = [("generalist", "merged of", "method", "created", "verdict")]
+    for one in generalists:
+        verdict = f"refused: {one.manifest.refused}" if one.manifest.refused else "promoted"
+        if one.version == latest[one.name]:
+            verdict = f"latest, {verdict}"
+        rows.append((str(one), " ".join(one.parents), one.manifest.settings["method"], one.manifest.created, verdict))
+    _print_table(rows)
+
+
+def _promote(arguments: argparse.Namespace) -> None:
+    from .storage.registry import AgentRegistry
+
+    generalist = AgentRegistry(arguments.registry).generalists.promote(arguments.generalist)
+    print(f"{generalist} is the latest of {generalist.name}, in {generalist.path}")
+
+
+def _generalist_summary(generalist: Any, latest: int | None) -> dict[str, Any]:
+    return {
+        "name": generalist.name,
+        "version": generalist.version,
+        "latest": generalist.version == latest,
+        "path": str(generalist.path),
+        **generalist.manifest.to_dict(),
+    }
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _remove(arguments: argparse.Namespace) -> None:
@@ -155,23 +212,30 @@ def _parser() -> argparse.ArgumentParser:
     register = add("register", _register, "Register an agent that is on disk or on the Hub.", agent="Name to give it.")
     register.add_argument("--model", required=True, help="Checkpoint directory, PEFT adapter directory or Hub id.")
     register.add_argument("--base_model", help="Directory or Hub id of the base model. An adapter names its own.")
-    register.add_argument("--revision", help="Revision of the base model on the Hub.")
-    register.add_argument(
-        "--snapshot_dtype", default="auto", help="auto (the agent's own), bfloat16, float16, float32."
-    )
-    register.add_argument(
-        "--epsilon",
-        type=float,
-        default=DEFAULT_EPSILON,
-        help=f"Smallest change that is stored of float32 weights (default {DEFAULT_EPSILON:g}).",
-    )
+    rebase = add("rebase", _rebase, "Carry an agent over to another base model, as a new version of it.", agent=one)
+    rebase.add_argument("--base_model", help="The new base. By default that of the generalist it was trained from.")
+    rebase.add_argument("--present_base", help="Where the agent's present base is now, if not where it was.")
+    for sub in (register, rebase):
+        sub.add_argument("--revision", help="Revision of the (new) base model on the Hub.")
+        sub.add_argument(
+            "--snapshot_dtype", default="auto", help="auto (the agent's own), bfloat16, float16, float32."
+        )
+        sub.add_argument(
+            "--epsilon",
+            type=float,
+            default=DEFAULT_EPSILON,
+            help=f"Smallest change that is stored of float32 weights (default {DEFAULT_EPSILON:g}).",
+        )
     listing = add("list", _list, "List the agents of a registry.")
     show = add("show", _show, "Show one agent.", agent=one)
-    for sub in (register, listing, show):
+    generalists = add("generalists", _generalists, "List the models that were merged with --merge_to.")
+    for sub in (register, rebase, listing, show, generalists):
         sub.add_argument("--json", action="store_true", help="Print data instead of text.")
     restore = add("restore", _restore, "Write an agent as a normal model directory.", agent=one)
     restore.add_argument("--output_dir", required=True, help="Directory to create; must not exist or be empty.")
     restore.add_argument("--base_model", help="Where the base model is now, if not where it was.")
     restore.add_argument("--max_shard_size", default="5GB", help="Largest size of a weight file (default 5GB).")
+    promote = add("promote", _promote, "Make a version of a generalist its latest, also to go back to an earlier one.")
+    promote.add_argument("--generalist", required=True, help="Version: NAME@v2.")
     add("remove", _remove, "Remove a version (NAME@v2) or all versions (NAME).", agent="Agent: NAME or NAME@v2.")
     return parser

@@ -234,7 +234,9 @@ def test_public_names():
         "MergeConfig",
         "RAMRegistryCallback",
         "RamTrlError",
+        "integrate_agents",
         "merge_agents",
+        "rebase_agent",
         "register_agent",
         "restore_agent",
     ]

@@ -1,4 +1,4 @@
-"""`ram-trl` from the command line: register, list, show, restore, remove."""
+"""`ram-trl` from the command line."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import copy_model, read_model
 
-from ram_trl import AgentRegistry
+from ram_trl import AgentRegistry, integrate_agents
 from ram_trl.cli import main
 
 
@@ -29,7 +29,7 @@ def cli(capsys):
         lines = [
             line
             for line in re.split(r"[\r\n]", printed.err)
-            if not re.match(r"(snapshot|restore|reading the base): +\d+%", line)
+            if not re.match(r"(snapshot|restore|rebase|reading the base): +\d+%", line)
         ]
         return code, printed.out, "\n".join(line for line in lines if line.strip())
 
@@ -237,3 +237,34 @@ main({words!r})
     assert done.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_generalists_are_listed_with_their_parents_and_verdicts_and_promoted(registry, cli):
+    code, out, err = cli("generalists", "--registry", registry)
+    assert (code, out.split(), err) == (0, ["generalist", "merged", "of", "method", "created", "verdict"], "")
+    integrate_agents(str(registry), "generalist")
+    integrate_agents(str(registry), "generalist", agents=["math"], gate=lambda candidate, report: "too few agents")
+    lines = cli("generalists", "--registry", registry)[1].splitlines()[1:]
+    assert re.fullmatch(r"generalist@v1 +math@v2 tool@v1 +ram_plus +\S+ +latest, promoted", lines[0])
+    assert re.fullmatch(r"generalist@v2 +math@v2 +ram_plus +\S+ +refused: too few agents", lines[1])
+    code, out, err = cli("promote", "--registry", registry, "--generalist", "generalist@v2")
+    path = registry / "generalists" / "generalist" / "v000002"
+    assert (code, out, err) == (0, f"generalist@v2 is the latest of generalist, in {path}\n", "")
+    first, second = json.loads(cli("generalists", "--registry", registry, "--json")[1])
+    assert (first["latest"], second["latest"]) == (False, True)
+    assert [parent["agent"] for parent in first["parents"]] == ["math", "tool"]
+    code, out, err = cli("promote", "--registry", registry, "--generalist", "generalist@v3")
+    assert (code, out) == (2, "") and "error: generalist 'generalist' has no version v3; it has: v1, v2" in err
+
+
+def test_an_agent_of_a_generalist_is_rebased(zoo, registry, cli):
+    generalist = integrate_agents(str(registry), "generalist").path
+    words = ["--registry", registry, "--agent", "law"]
+    assert cli("register", *words, "--base_model", generalist, "--model", zoo.agent(generalist, seed=5))[0] == 0
+    code, out, err = cli("rebase", *words)
+    assert (code, err) == (0, "")
+    assert re.search(r"^agent +law@v2$", out, flags=re.MULTILINE)
+    assert re.search(rf"^base model +{zoo.base('llama')}$", out, flags=re.MULTILINE)
+    assert re.search(r"^rounding hid +\d+\.\d% of the update's magnitude$", out, flags=re.MULTILINE)
+    code, out, err = cli("rebase", *words)
+    assert (code, out) == (2, "") and "law@v2 was not trained from a generalist: name the new base" in err

@@ -298,6 +298,7 @@ def test_a_merge_that_fails_costs_neither_the_run_nor_the_agent(zoo: Zoo, tmp_pa
     [
         ({"merge_to": "a/b"}, InvalidNameError, "not a name for a generalist"),
         ({"merge_to": "g", "merge_config": {"r": -1.0}}, ConfigError, "r=-1.0 must be"),
+        ({"merge_to": "g", "merge_config": {"r": "much"}}, ConfigError, "a value of the wrong type"),
         ({"merge_to": "g", "merge_config": {"strength": 1}}, ConfigError, "'strength' is no option of a merge"),
         (
             {"merge_to": "g", "merge_config": {"gate": "nowhere:f"}},

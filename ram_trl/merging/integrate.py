@@ -7,7 +7,8 @@ it is kept, says why, and does not become the latest version.
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from .merge import run_merge
 from .plan import MergePlan, MergeSettings, plan_merge
 
 
-__all__ = ["Gate", "check_integration", "gate_name", "integrate_agents"]
+__all__ = ["Gate", "check_integration", "integrate_agents", "merge_command"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def integrate_agents(
             yield staged
             manifest = _manifest(generalist, plan)
             if gate is not None:
-                manifest.gate = gate_name(gate)
+                manifest.gate = _name(gate)
                 manifest.refused = _ask(gate, manifest.gate, staged)
             made.append(registry.generalists.commit(staged, manifest))
 
@@ -121,10 +122,27 @@ def check_integration(generalist: str, **arguments: Any) -> None:
     settings = {name: value for name, value in arguments.items() if name not in _NO_SETTINGS}
     if unknown := sorted(set(settings) - set(known)):
         raise ConfigError(f"{unknown[0]!r} is no option of a merge; there are {', '.join((*_NO_SETTINGS, *known))}")
-    MergeSettings(**settings)
+    try:
+        MergeSettings(**settings)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"an option of the merge has a value of the wrong type: {error}") from error
     parse_size(arguments.get("max_shard_size", "5GB"))
     if not (arguments.get("gate") is None or callable(arguments["gate"])):
         raise ConfigError(f"gate={arguments['gate']!r} is not a function")
+
+
+def merge_command(registry: AgentRegistry, generalist: str, arguments: Mapping[str, Any]) -> str:
+    """The command line that does what [`integrate_agents`] does with these arguments."""
+    options: dict[str, list[Any]] = {"registry": [registry.path], "merge_to": [generalist]}
+    for name, value in arguments.items():
+        if name == "weights":
+            options[name] = [f"{agent}={weight}" for agent, weight in value.items()]
+        elif name == "gate" and value is not None:
+            options[name] = [_name(value)]
+        elif value is not None:
+            options[name] = list(value) if name == "agents" else [value]
+    words = [f"--{name} {' '.join(shlex.quote(str(value)) for value in values)}" for name, values in options.items()]
+    return "accelerate launch recipes/merge.py " + " ".join(words)
 
 
 def _manifest(generalist: str, plan: MergePlan) -> GeneralistManifest:
@@ -144,7 +162,7 @@ def _manifest(generalist: str, plan: MergePlan) -> GeneralistManifest:
     )
 
 
-def gate_name(gate: Gate) -> str:
+def _name(gate: Gate) -> str:
     """`MODULE:FUNCTION` of a gate."""
     # an object that can be called has a name only as a class
     named = gate if hasattr(gate, "__qualname__") else type(gate)
