@@ -41,6 +41,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--agent", help="name of the agent in the registry (default: the task)")
     parser.add_argument("--output_dir", required=True, help="output directory of the trainer")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter instead of all the weights")
+    parser.add_argument("--merge_to", help="generalist that the registry's agents are merged into after the training")
+    parser.add_argument("--gate", help="MODULE:FUNCTION that promotes or refuses what was merged")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts and of the rollouts")
     return parser.parse_args()
 
@@ -72,7 +74,14 @@ def main() -> None:
         peft_config=LORA if args.lora else None,
         # strict: here a run that cannot be registered has failed; by default the callback never costs a run.
         callbacks=[
-            RAMRegistryCallback(args.registry, agent=args.agent or args.task, base_model=args.base_model, strict=True)
+            RAMRegistryCallback(
+                args.registry,
+                agent=args.agent or args.task,
+                base_model=args.base_model,
+                merge_to=args.merge_to,
+                merge_config={"gate": args.gate} if args.merge_to else None,
+                strict=True,
+            )
         ],
     )
     trainer.train()
