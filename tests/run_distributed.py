@@ -210,6 +210,7 @@ def grpo_ddp(folder: Path, base: str) -> dict[str, Any]:
         result = outcome(lambda: train(trainer).state.global_step)
         result["world_size"] = trainer.accelerator.num_processes
         result["registered"] = None if callback.registered is None else str(callback.registered)
+        result["generalist"] = None if callback.generalist is None else str(callback.generalist)
         result["callback_error"] = type(callback.error).__name__
         trainer.save_model(str(folder / f"saved-{agent}"))
         return result
@@ -225,7 +226,14 @@ def grpo_ddp(folder: Path, base: str) -> dict[str, Any]:
             (folder / "away").rename(registry)
         dist.barrier()
 
-    outcomes = {"clean": run("clean"), "fault": run("fault", replace)}
+    def promotes(candidate: Path, report: dict[str, Any]) -> bool:
+        return "RANK" in os.environ and os.environ["RANK"] == "0"
+
+    outcomes = {
+        "clean": run("clean"),
+        "merged": run("merged", merge_to="generalist", merge_config={"gate": promotes}),
+        "fault": run("fault", replace),
+    }
     outcomes["refused"] = run("refused")
     bring_back()
     outcomes["strict"] = run("strict", replace, strict=True)

@@ -12,7 +12,7 @@ import torch
 from models import Zoo, read_model
 from training import assert_same_weights, restored_weights, run_shell
 
-from ram_trl import AgentRegistry
+from ram_trl import AgentRegistry, merge_agents
 from ram_trl.distributed import all_cores
 
 
@@ -98,11 +98,21 @@ def test_data_parallel_training_registers_one_version_of_the_saved_weights(ddp, 
     assert seen(ranks, "clean", "registered") == ["clean@v1", None]
     assert seen(ranks, "clean", "callback_error") == ["NoneType", "NoneType"]
     registry = AgentRegistry(folder / "registry")
-    assert registry.names() == ["clean"]
+    assert registry.names() == ["clean", "merged"]
     assert registry.versions("clean") == [1]
     assert registry.get("clean").manifest.training["num_processes"] == 2
     back = restored_weights(folder / "registry", "clean", tmp_path / "back")
     assert_same_weights(back, read_model(folder / "saved-clean"))
+
+
+def test_data_parallel_ranks_merge_what_they_registered(ddp, tmp_path):
+    ranks, folder = ddp
+    assert seen(ranks, "merged", "callback_error") == ["NoneType", "NoneType"]
+    assert seen(ranks, "merged", "generalist") == ["generalist@v1", "generalist@v1"]
+    generalist = AgentRegistry(folder / "registry").generalists.get("generalist")
+    assert generalist.parents == ["clean@v1", "merged@v1"] and generalist.manifest.gate.endswith("promotes")
+    merge_agents(folder / "registry", str(tmp_path / "merged"))
+    assert_same_weights(read_model(generalist.path), read_model(tmp_path / "merged"))
 
 
 def test_a_fault_that_only_the_main_rank_sees_costs_no_rank_the_run(ddp):
