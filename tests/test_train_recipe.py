@@ -11,6 +11,8 @@ import yaml
 from models import Zoo, read_model
 from training import run_python, run_shell
 
+from ram_trl import AgentRegistry
+
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "train_grpo.py"
@@ -106,12 +108,17 @@ MISTAKES = {
     "no such dataset": (["--dataset_name", "nobody/nothing"], "dataset_name='nobody/nothing' cannot be loaded: "),
     "agent": (["--agent", "../math"], "'../math' is not a name for an agent"),
     "base": (["--registry_base_model", "/no/base"], "/no/base is neither a directory nor a Hub id"),
+    "generalist": (["--merge_to", "a/b"], "'a/b' is not a name for a generalist"),
+    "no generalist": (["--merge_config", "merge.yaml"], "--merge_config is for --merge_to: name a generalist"),
+    "no merge file": (["--merge_to", "all", "--merge_config", "none.yaml"], "cannot read none.yaml"),
+    "merge option": (["--merge_to", "all", "--merge_config", "merge.yaml"], "has an unknown option 'rho'; known are"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gets_one_clear_line_and_exit_code_2(folder, run_recipe, mistake):
     (folder / "answers.csv").write_text("answer\n1\n2\n")
+    (folder / "merge.yaml").write_text("rho: 1\n")
     (folder / "damaged.jsonl").write_text('{"prompt": "a"}\n{"prompt": ')
     options, message = MISTAKES[mistake]
     assert_refused(folder, run_recipe(*options), message)
@@ -145,6 +152,18 @@ def assert_refused(folder: Path, outcome: tuple[int, str], message: str) -> None
     assert not (folder / "registry").exists()
     # a trainer makes its directory when it is made
     assert not list((folder / "run").glob("*"))
+
+
+def test_what_is_registered_is_merged_as_a_file_says(folder, run_recipe):
+    gate = "def accepts(candidate, report):\n    return report['r'] == 0.2 or 'another r'\n"
+    (folder / "my_gates.py").write_text(gate)
+    (folder / "merge.yaml").write_text("preset: official\nagents: [math]\ngate: my_gates:accepts\n")
+    code, printed = run_recipe("--merge_to", "generalist", "--merge_config", "merge.yaml")
+    assert code == 0, printed
+    generalist = AgentRegistry(folder / "registry").generalists.get("generalist")
+    assert generalist.parents == ["math@v1"]
+    assert (generalist.manifest.settings["r"], generalist.manifest.settings["alpha"]) == (0.2, 1.0)
+    assert generalist.manifest.gate == "my_gates:accepts"
 
 
 @pytest.mark.parametrize("strict", [False, True])
