@@ -17,7 +17,6 @@ import peft
 import torch
 import transformers
 import trl
-from accelerate.state import AcceleratorState, is_initialized
 from torch import nn
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -137,7 +136,7 @@ class RAMRegistryCallback(TrainerCallback):
         if registration.base_model is None and registration.revision is None:
             # TRL's configurations say here which revision of the model they load.
             registration.revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
-        registration.check(model, world, _executed_in())
+        registration.check(model, world, _executed_in(args), args.output_dir, is_fresh=state.global_step == 0)
         if self._merge_to is not None:
             generalists = registration.registry.generalists
             world.run_on_main(lambda: generalists.check_writable(self._merge_to))
@@ -157,7 +156,7 @@ class RAMRegistryCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
     ) -> None:
         world = current_world()
-        executed_in = _executed_in()
+        executed_in = _executed_in(args)
         try:
             training = world.run(lambda: _provenance(args, state))
             with _progress(args, world) as progress:
@@ -168,7 +167,7 @@ class RAMRegistryCallback(TrainerCallback):
             # an error of another kind is known to this rank alone, or comes from the death of another
             if world.is_main or not isinstance(error, RamTrlError):
                 logger.error(
-                    "agent %r was NOT registered: %s\nThe trained model is unharmed. Register it later with:\n  %s",
+                    "agent %r was NOT registered: %s\nThe trained model is unharmed. When that is mended, run:\n  %s",
                     self._registration.agent,
                     error if isinstance(error, RamTrlError) else repr(error),
                     self._retry_command(args, state, model, executed_in),
@@ -245,9 +244,10 @@ def _progress(args: TrainingArguments, world: World) -> Iterator[Progress | None
         yield progress
 
 
-def _executed_in() -> torch.dtype | None:
+def _executed_in(args: TrainingArguments) -> torch.dtype | None:
     """Dtype of autocast, if the run computes under it."""
-    return _AUTOCAST.get(AcceleratorState().mixed_precision) if is_initialized() else None
+    # accelerate's own state is that of the trainer that was made last
+    return _AUTOCAST.get(args.mixed_precision)
 
 
 def _best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
@@ -301,7 +301,7 @@ def _provenance(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         "learning_rate": args.learning_rate,
         "seed": args.seed,
         "num_processes": args.world_size,
-        "mixed_precision": AcceleratorState().mixed_precision,
+        "mixed_precision": args.mixed_precision,
         # a JSON file has no NaN
         "metrics": {key: value for key, value in metrics.items() if math.isfinite(value)},
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate, peft, trl)},

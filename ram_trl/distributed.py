@@ -5,11 +5,13 @@ A rank that failed keeps taking part until [`World.agree`], where everyone stops
 """
 
 import atexit
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,16 @@ from torch import Tensor
 from .errors import DistributedError, RamTrlError
 
 
-__all__ = ["SINGLE", "World", "all_cores", "current_world", "full_parameter", "is_sharded", "start_world"]
+__all__ = [
+    "SINGLE",
+    "World",
+    "all_cores",
+    "current_world",
+    "full_parameter",
+    "is_sharded",
+    "start_world",
+    "stream_parameter",
+]
 
 T = TypeVar("T")
 
@@ -100,10 +111,28 @@ SINGLE = World()
 
 
 def current_world() -> World:
-    """The process group that is running, if there is one."""
-    if dist.is_available() and dist.is_initialized():
-        return World(dist.get_rank(), dist.get_world_size())
+    """The processes of the run, if there are several. All of them call it."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return World(dist.get_rank(), dist.get_world_size(), group=_own_group(dist.group.WORLD))
     return SINGLE
+
+
+@functools.lru_cache(maxsize=1)
+def _own_group(processes: Any) -> Any:
+    """The processes of a group once more, talking through gloo and with patience, whatever the run's backend is.
+
+    One process may work long before the others hear of it; the run's own group would give up on it.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    # Left to the interpreter's end, gloo's threads can abort the process.
+    atexit.register(_leave, group)
+    return group
+
+
+def _leave(group: Any) -> None:
+    # it is gone if the run has ended all of its groups
+    with suppress(ValueError, AssertionError):
+        dist.destroy_process_group(group)
 
 
 def start_world(cpu: bool = False) -> World:
@@ -140,8 +169,7 @@ def start_world(cpu: bool = False) -> World:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
         # Left to the interpreter's end, gloo's threads can abort the process.
         atexit.register(dist.destroy_process_group)
-        # One process may work long before the others hear of it.
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        group = _own_group(dist.group.WORLD)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             f"WORLD_SIZE is {size}, but that many processes did not come together within {JOIN_SECONDS} seconds: "
@@ -195,6 +223,71 @@ def full_parameter(parameter: Tensor) -> AbstractContextManager[Tensor]:
     if hasattr(parameter, "ds_id"):
         return _gathered_by_deepspeed(parameter)
     return nullcontext(parameter.detach())
+
+
+def stream_parameter(parameter: Tensor, numel: int, world: World) -> Iterator[Tensor] | None:
+    """A parameter from end to end, flattened, a few elements at a time, where no rank needs the whole for that.
+
+    That is so where each rank holds some of its rows (FSDP2). All ranks call it alike and exhaust what they get.
+
+    Args:
+        parameter (`Tensor`):
+            The parameter.
+        numel (`int`):
+            Elements of a piece.
+        world ([`World`]):
+            The processes of the run.
+
+    Returns:
+        `Iterator[Tensor]`: pieces, complete on rank 0, each valid until the next; `None` if the whole is needed.
+
+    Raises:
+        RamTrlError: on all ranks.
+    """
+    if not _is_dtensor(parameter):
+        return None
+    rows = world.run(lambda: _rows(parameter, numel))
+    held = world.gather(rows and rows[1].numel())
+    if rows is None or None in held:
+        return None
+    group, local, buffer = rows
+    ranks = dist.get_process_group_ranks(group)
+    ends = list(accumulate((held[rank] for rank in ranks), initial=0))
+    if ends[-1] != parameter.numel():
+        return None
+    # Rows may be there several times (HSDP): those of rank 0's group are taken.
+    return _stream(local, buffer, ends, group) if 0 in ranks else iter(())
+
+
+def _rows(parameter: Tensor, numel: int) -> tuple[Any, Tensor, Tensor] | None:
+    """The group over which a parameter's rows are spread, those of this rank, and memory for some elements."""
+    from torch.distributed.tensor import Shard
+
+    mesh = parameter.device_mesh
+    spread = [
+        (dim, placement)
+        for dim, placement in enumerate(parameter.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    ]
+    local = parameter.detach().to_local()
+    if len(spread) != 1 or type(spread[0][1]) is not Shard or spread[0][1].dim != 0 or not local.is_contiguous():
+        return None
+    return mesh.get_group(spread[0][0]), local.view(-1), local.new_empty(min(numel, parameter.numel()))
+
+
+def _stream(local: Tensor, buffer: Tensor, ends: list[int], group: Any) -> Iterator[Tensor]:
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+    for start in range(0, ends[-1], max(1, len(buffer))):
+        piece = buffer[: ends[-1] - start]
+        for rank, (begin, end) in zip(ranks, pairwise(ends), strict=True):
+            low, high = max(begin, start), min(end, start + len(piece))
+            if low < high:
+                part = piece[low - start : high - start]
+                if rank == own:
+                    part.copy_(local[low - begin : high - begin])
+                # to all: for a message from one to another NCCL would have to make a communicator of each pair
+                dist.broadcast(part, rank, group=group)
+        yield piece
 
 
 def _is_dtensor(parameter: Tensor) -> bool:

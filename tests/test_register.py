@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from models import change_tensor, copy_model, merged_by_peft, read_model, rewrite, save_adapter
-from peft import IA3Config, LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, PromptTuningConfig
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -618,34 +618,26 @@ def test_an_adapter_names_its_base_itself(zoo, tmp_path):
 
 
 REFUSED_ADAPTERS = {
-    "DoRA": ("llama", {"use_dora": True}),
-    "pissa": ("llama", {"init_lora_weights": "pissa"}),
-    "olora": ("llama", {"init_lora_weights": "olora"}),
-    "aLoRA": ("llama", {"alora_invocation_tokens": [3, 4]}),
-    "layer replication": ("llama", {"layer_replication": [(0, 2), (1, 2)]}),
-    "target_parameters": (
-        "qwen3_moe",
-        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"], "lora_dropout": 0.0},
-    ),
-    "trainable_token_indices": ("llama", {"trainable_token_indices": [1, 2]}),
-    "lora_bias": ("qwen2_untied", {"lora_bias": True}),
+    "init_lora_weights='pissa' changed the base's weights": ("llama", {"init_lora_weights": "pissa"}),
+    "init_lora_weights='olora' changed the base's weights": ("llama", {"init_lora_weights": "olora"}),
+    "aLoRA, which acts on some tokens only, cannot be merged": ("llama", {"alora_invocation_tokens": [3, 4]}),
+    "layer_replication": ("llama", {"layer_replication": [(0, 2), (1, 2)]}),
     "'lm_head.weight', which the base ties": ("qwen2_tied", {"target_modules": ["q_proj", "lm_head"]}),
 }
 
 
 @pytest.mark.parametrize("feature", REFUSED_ADAPTERS)
-def test_an_adapter_that_is_not_a_plain_lora_is_refused_and_the_feature_named(zoo, tmp_path, feature):
+def test_an_adapter_that_cannot_be_registered_is_refused_and_the_feature_named(zoo, tmp_path, feature):
     kind, options = REFUSED_ADAPTERS[feature]
     base = zoo.base(kind)
     adapter = zoo.adapter(base, **options)
     assert_refused(tmp_path, UnsupportedModelError, re.escape(feature), base, adapter)
 
 
-def test_an_adapter_of_another_method_is_refused_and_the_method_named(zoo, tmp_path):
+def test_an_adapter_that_is_no_change_of_the_weights_is_refused_and_its_method_named(zoo, tmp_path):
     base, adapter = zoo.base("llama"), tmp_path / "adapter"
-    config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
-    save_adapter(base, adapter, config)
-    assert_refused(tmp_path, UnsupportedModelError, "type IA3 are not supported", base, adapter)
+    save_adapter(base, adapter, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert_refused(tmp_path, UnsupportedModelError, "type PROMPT_TUNING cannot be merged", base, adapter)
 
 
 def test_an_output_head_saved_in_full_beside_a_tied_base_is_refused(zoo, tmp_path):

@@ -16,31 +16,56 @@ from ..storage.manifest import LoraRecord
 from ..storage.tensor_file import DTYPE_NAMES
 
 
-__all__ = ["PREFIX", "AdapterLayer", "check_adapter_config", "check_targets", "config_scaling", "map_adapter"]
+__all__ = [
+    "INITIAL_FACTORS",
+    "MERGE_FIRST",
+    "PREFIX",
+    "TRAIN_LORA",
+    "AdapterLayer",
+    "adapter_features",
+    "changes_base",
+    "check_mergeable",
+    "check_targets",
+    "config_scaling",
+    "map_adapter",
+]
 
 # PEFT's name of the wrapped model.
 PREFIX = "base_model.model."
-# Ends of the names of input embeddings.
 # Initialisations that leave the base's weights as they are.
-_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-_REFUSED_OPTIONS = {
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+# Not scaling * B @ A, but PEFT can merge it.
+_MERGED_OPTIONS = {
     "use_dora": "DoRA",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "BD-LoRA",
-    "alora_invocation_tokens": "aLoRA",
-    "arrow_config": "Arrow",
     "kasa_config": "KaSA",
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
-    "layer_replication": "layer replication",
-    "target_parameters": "target_parameters (LoRA on bare parameters)",
+    "lora_bias": "lora_bias",
+    "ensure_weight_tying": "ensure_weight_tying",
+    "target_parameters": "target_parameters",
     "trainable_token_indices": "trainable_token_indices",
-    "megatron_config": "Megatron layers",
 }
+_REFUSED_OPTIONS = {
+    "alora_invocation_tokens": "aLoRA, which acts on some tokens only,",
+    "arrow_config": "Arrow, which chooses an adapter for every token,",
+    "layer_replication": "layer_replication, which gives the model layers that the base does not have,",
+    "megatron_config": "LoRA on Megatron's layers",
+}
+# Each was merged and compared with the forward pass of the adapted model (tests/test_adapters.py).
+_MERGED_TYPES = (
+    *("ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA"),
+    *("IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA"),
+    *("ROAD", "SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+)
 _FACTOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
 # Their layers are Conv1D, which stores weights as (in, out).
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-_CURE = "merge the adapter into its model (merge_and_unload), save that and register it as a full fine-tune"
+MERGE_FIRST = "merge the adapter into its model (merge_and_unload), save that and register it as a full fine-tune"
+# The file in a run's output_dir that keeps what [`~ram_trl.registering.initial_factors`] needs.
+INITIAL_FACTORS = "ram_trl_initial_factors.safetensors"
+TRAIN_LORA = "train a plain LoRA or the whole model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +83,59 @@ class AdapterLayer:
     transposed: bool
 
 
-def check_adapter_config(config: Mapping[str, Any]) -> None:
-    """Refuse adapters that are not W + scaling * B @ A over the original base.
+def adapter_features(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What makes an adapter something else than W + scaling * B @ A over the original base; nothing for a plain LoRA.
 
     Args:
         config (`Mapping`):
             Content of `adapter_config.json`.
+        shapes (`Mapping[str, tuple[int, ...]]`):
+            Shapes of the adapter file's tensors, by PEFT's names.
+    """
+    peft_type = _peft_type(config)
+    if peft_type != "LORA":
+        return [peft_type]
+    options = {**_MERGED_OPTIONS, **_REFUSED_OPTIONS}
+    features = [feature.split(",")[0] for option, feature in options.items() if config.get(option)]
+    if config.get("init_lora_weights", True) not in _PLAIN_INITS:
+        features.append(f"init_lora_weights={config['init_lora_weights']!r}")
+    if any(len(shape) > 2 and "lora_" in name for name, shape in shapes.items()):
+        features.append("LoRA on convolutions")
+    return features
+
+
+def changes_base(config: Mapping[str, Any]) -> bool:
+    """Whether an adapter took something out of the base's weights in memory when it was made."""
+    is_plain = config.get("init_lora_weights", True) in _PLAIN_INITS and not config.get("kasa_config")
+    return _peft_type(config) == "LORA" and not is_plain
+
+
+def check_mergeable(config: Mapping[str, Any]) -> None:
+    """Refuse adapters that cannot be merged into their model.
 
     Raises:
         UnsupportedModelError: naming the feature.
     """
-    peft_type = str(config.get("peft_type")).rpartition(".")[2]
-    if peft_type != "LORA":
-        raise UnsupportedModelError(f"adapters of type {peft_type} are not supported, only LORA is: {_CURE}")
+    peft_type = _peft_type(config)
+    if peft_type not in _MERGED_TYPES:
+        raise UnsupportedModelError(
+            f"adapters of type {peft_type} cannot be merged into their model, so they are no change of its weights: "
+            f"{TRAIN_LORA}"
+        )
     for option, feature in _REFUSED_OPTIONS.items():
         if config.get(option):
-            raise UnsupportedModelError(f"{feature} is not supported: {_CURE}")
+            raise UnsupportedModelError(f"{feature} cannot be merged into the model: {TRAIN_LORA}")
+
+
+def _peft_type(config: Mapping[str, Any]) -> str:
+    return str(config.get("peft_type")).rpartition(".")[2]
+
+
+def _check_alphas(config: Mapping[str, Any]) -> None:
     alphas = {"lora_alpha": config.get("lora_alpha", 8), **_alpha_pattern(config)}
     for name, alpha in alphas.items():
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) < 1e6:
             raise UnsupportedModelError(f"the adapter's configuration has {name}={alpha!r}, which is no usable number")
-    init = config.get("init_lora_weights", True)
-    if init not in _PLAIN_INITS:
-        raise UnsupportedModelError(
-            f"init_lora_weights={init!r} changes the base's weights, so the factors are not the delta: {_CURE}"
-        )
 
 
 def config_scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
@@ -118,7 +171,7 @@ def check_targets(names: Iterable[str], base: Checkpoint) -> None:
     """
     for name in names:
         if name in base.tied or (name == OUTPUT_HEAD and name not in base.tensors):
-            raise UnsupportedModelError(f"the adapter changes {name!r}, which the base ties to another: {_CURE}")
+            raise UnsupportedModelError(f"the adapter changes {name!r}, which the base ties to another: {MERGE_FIRST}")
         head_is_tied = base.ties_embeddings and (bool(base.tied) or OUTPUT_HEAD not in base.tensors)
         if head_is_tied and name.endswith(INPUT_EMBEDDINGS):
             # PEFT trains the embedding alone; in the merged model the output head would change with it.
@@ -136,7 +189,7 @@ def map_adapter(
     base: Checkpoint,
     layers: Mapping[str, AdapterLayer] | None = None,
 ) -> dict[str, LoraRecord]:
-    """Find for every tensor of an adapter file which base tensor it changes, and how.
+    """Find for every tensor of a plain LoRA's file which base tensor it changes, and how.
 
     Args:
         shapes (`Mapping[str, tuple[int, ...]]`):
@@ -150,10 +203,10 @@ def map_adapter(
             shapes decide.
 
     Raises:
-        UnsupportedModelError: if the adapter is not a plain LoRA.
+        UnsupportedModelError: if it changes what the base ties, or the base is quantised.
         IncompatibleAgentError: if it does not fit the base.
     """
-    check_adapter_config(config)
+    _check_alphas(config)
     records: dict[str, LoraRecord] = {}
     replaced: dict[str, str] = {}
     for key in shapes:
@@ -168,8 +221,6 @@ def map_adapter(
             record.factor_a = key
         else:
             record.factor_b = key
-    if lora_bias := next((name for name in replaced if name.endswith(".lora_B.bias")), None):
-        raise UnsupportedModelError(f"lora_bias is not supported ({lora_bias}): {_CURE}")
     for name, key in replaced.items():
         # Beside factors on an embedding PEFT saves the frozen embedding too.
         if name not in records:
@@ -204,8 +255,6 @@ def _complete(
     shape_a, shape_b, expected = shapes[record.factor_a], shapes[record.factor_b], base.tensors[name].shape
     if 0 in shape_a:
         raise IncompatibleAgentError(f"the factors of {name!r} are empty")
-    if len(shape_a) != 2 or len(shape_b) != 2:
-        raise UnsupportedModelError(f"LoRA on a convolution ({name!r}) is not supported: {_CURE}")
     module, plain, flipped = name.removesuffix(".weight"), (shape_b[0], shape_a[1]), (shape_a[1], shape_b[0])
     if module in layers:
         record.scaling, record.transposed = layers[module].scaling, layers[module].transposed

@@ -7,8 +7,8 @@ the way, all learn of it before the next parameter.
 import contextlib
 import logging
 import shutil
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,24 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..arithmetic.codec import DTYPE_OPTIONS
-from ..distributed import World, all_cores, is_sharded
+from ..distributed import World, all_cores, is_sharded, stream_parameter
 from ..errors import IncompatibleAgentError, StorageError
 from ..progress import Progress
 from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
 from ..storage.registry import AgentRegistry, RegisteredAgent
+from ..storage.tensor_file import PIECE_NUMEL
 from .checks import check_tensors
-from .live_adapter import check_adapter, snapshot_adapter
+from .initial_factors import find_initial_factors, save_initial_factors, takes_out_of_base
+from .live_adapter import (
+    adapter_shapes,
+    check_adapter,
+    check_vocabulary,
+    gather_adapter,
+    live_features,
+    snapshot_adapter,
+)
+from .live_merged import check_merged, merged_numel, snapshot_merged
 from .live_model import (
     base_name,
     base_tensors,
@@ -33,9 +43,10 @@ from .live_model import (
     full_shapes,
     has_trained_head,
     named_tensors,
+    unconverted_names,
     unwrap,
 )
-from .register import build_manifest
+from .records import build_manifest
 from .snapshot import AgentTensor, FullSnapshot
 
 
@@ -75,14 +86,42 @@ class LiveRegistration:
     epsilon: float
     # dtypes of the base's tensors, known from `check` on
     base_dtypes: set[torch.dtype] = field(default_factory=set, init=False)
+    # what an adapter took out of the base's weights when it was made, on rank 0; known from `check` on
+    initial: dict[str, Tensor] | None = field(default=None, init=False)
 
-    def check(self, model: nn.Module, world: World, executed_in: torch.dtype | None = None) -> None:
-        """Find before training what would fail after it. All ranks call it; arguments as [`register`].
+    def check(
+        self,
+        model: nn.Module,
+        world: World,
+        executed_in: torch.dtype | None = None,
+        output_dir: str | None = None,
+        is_fresh: bool = True,
+    ) -> None:
+        """Find before training what would fail after it. All ranks call it.
+
+        Args:
+            model (`nn.Module`):
+                The model, sharded or not.
+            world ([`~ram_trl.distributed.World`]):
+                The processes of the run.
+            executed_in (`torch.dtype`, *optional*):
+                Dtype that the run computes in, if it is not that of its parameters.
+            output_dir (`str`, *optional*):
+                Where the run keeps what it needs when it is resumed.
+            is_fresh (`bool`, *optional*, defaults to `True`):
+                Whether the run begins now and is not resumed.
 
         Raises:
             RamTrlError: on all ranks.
         """
-        world.run(lambda: self._check(model, world, executed_in))
+        world.run(lambda: check_backend(model))
+        model = unwrap(model)
+        base = world.run(lambda: self._open_base(model))
+        folder = None if output_dir is None else Path(output_dir)
+        self.initial = self._initial_factors(model, base, world, folder, is_fresh)
+        world.run(lambda: self._check(model, base, world, executed_in))
+        is_kept = world.is_main and self.initial is not None and folder is not None
+        world.run(lambda: save_initial_factors(self.initial, folder) if is_kept else None)
 
     def register(
         self,
@@ -117,26 +156,47 @@ class LiveRegistration:
             stack.enter_context(all_cores())
             base = world.run(lambda: self._open_base(model) if world.is_main else None)
             staged = world.run(lambda: stack.enter_context(self.registry.stage(self.agent)) if world.is_main else None)
-            if isinstance(model, PeftModel):
-                manifest = snapshot_adapter(model, base, staged, world, progress)
+            features = self._adapter_features(model)
+            if features:
+                dtype = DTYPE_OPTIONS[self.snapshot_dtype]
+                manifest = snapshot_merged(model, base, staged, world, dtype, self.epsilon, features, progress)
+            elif isinstance(model, PeftModel):
+                manifest = snapshot_adapter(model, base, staged, world, self.initial, progress)
             else:
                 manifest = self._snapshot_full(model, base, staged, world, executed_in, progress)
 
             def commit() -> RegisteredAgent:
-                manifest.agent, manifest.training = self.agent, dict(training)
+                manifest.agent, manifest.training = self.agent, {**manifest.training, **training}
                 return self.registry.commit(staged, manifest)
 
             return world.run(lambda: commit() if world.is_main else None)
 
     def _open_base(self, model: nn.Module) -> Checkpoint:
-        return Checkpoint.open(self.base_model or base_name(model), self.revision)
-
-    def _check(self, model: nn.Module, world: World, executed_in: torch.dtype | None) -> None:
-        check_backend(model)
-        model = unwrap(model)
-        base = self._open_base(model)
-        self.base_dtypes = {info.dtype for info in base.tensors.values()}
+        base = Checkpoint.open(self.base_model or base_name(model), self.revision)
         if isinstance(model, PeftModel):
+            check_vocabulary(model, base)
+        return base
+
+    def _adapter_features(self, model: nn.Module) -> list[str]:
+        return live_features(model, self.initial is not None) if isinstance(model, PeftModel) else []
+
+    def _initial_factors(
+        self, model: nn.Module, base: Checkpoint, world: World, folder: Path | None, is_fresh: bool
+    ) -> dict[str, Tensor] | None:
+        if not isinstance(model, PeftModel) or not takes_out_of_base(model):
+            return None
+        candidates = [self.initial] if self.initial else []
+        if is_fresh:
+            candidates.append(world.run(lambda: gather_adapter(model, keep=world.is_main)))
+        shapes = adapter_shapes(model, *model.active_adapters)
+        return find_initial_factors(model, base, world, shapes, candidates, folder)
+
+    def _check(self, model: nn.Module, base: Checkpoint, world: World, executed_in: torch.dtype | None) -> None:
+        self.base_dtypes = {info.dtype for info in base.tensors.values()}
+        features = self._adapter_features(model)
+        if features:
+            check_merged(model, base, features)
+        elif isinstance(model, PeftModel):
             check_adapter(model, base)
         else:
             check_tensors(full_shapes(model), base)
@@ -165,13 +225,17 @@ class LiveRegistration:
                 return stack.enter_context(FullSnapshot(staged, base, dtype, self.epsilon))
 
             snapshot = world.run(lambda: start() if world.is_main else None)
+            names = world.run(lambda: unconverted_names(model))
             error, done, total = None, 0, sum(held.nbytes for _, held in named_tensors(model))
             for name, held in named_tensors(model):
-                if world.is_main or is_sharded(held):
-                    try:
-                        _add(model, name, held, snapshot)
-                    except Exception as caught:
-                        error = caught
+                pieces = stream_parameter(held, PIECE_NUMEL, world) if name in names else None
+                try:
+                    if pieces is not None:
+                        _add_stream(names[name], held, pieces, snapshot)
+                    elif world.is_main or is_sharded(held):
+                        _add_whole(model, name, held, snapshot)
+                except Exception as caught:
+                    error = caught
                 # Tensor by tensor together: no rank waits so long that its backend gives up, all stop at a failure.
                 if any(world.gather(error is not None)):
                     break
@@ -193,7 +257,10 @@ class LiveRegistration:
         return DTYPE_OPTIONS[self.snapshot_dtype]
 
     def _check_space(self, model: nn.Module, base: Checkpoint, executed_in: torch.dtype | None) -> None:
-        if isinstance(model, PeftModel):
+        if self._adapter_features(model):
+            is_16 = self.snapshot_dtype != "float32" and any(dtype.itemsize == 2 for dtype in self.base_dtypes)
+            needed = int((_BYTES_OF_16 if is_16 else _BYTES_OF_32) * merged_numel(model))
+        elif isinstance(model, PeftModel):
             needed = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         else:
             [(most, _)] = Counter(held.dtype for _, held in named_tensors(model)).most_common(1)
@@ -207,7 +274,22 @@ class LiveRegistration:
             )
 
 
-def _add(model: nn.Module, name: str, held: Tensor, snapshot: FullSnapshot | None) -> None:
+def _add_stream(name: str, held: Tensor, pieces: Iterator[Tensor], snapshot: FullSnapshot | None) -> None:
+    """Add one tensor as its pieces come, on the rank that has the snapshot."""
+
+    def read(start: int, stop: int) -> Tensor:
+        # the next piece comes into the same memory, while threads work on this one
+        return next(pieces).to("cpu", copy=True)
+
+    try:
+        if snapshot is not None:
+            snapshot.add(AgentTensor(name, held.dtype, tuple(held.shape), read, is_stream=True))
+    finally:
+        # the other ranks send all of them, come what may
+        deque(pieces, maxlen=0)
+
+
+def _add_whole(model: nn.Module, name: str, held: Tensor, snapshot: FullSnapshot | None) -> None:
     """Add one tensor on the rank that has the snapshot. With this function end the references to what was gathered."""
     with base_tensors(model, name, held) as tensors:
         if snapshot is not None:

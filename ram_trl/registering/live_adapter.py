@@ -1,48 +1,98 @@
 """The adapter of a model in training: what PEFT's layers hold of it now, and its snapshot."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import Embedding, Linear, LoraLayer
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..distributed import World, full_parameter
-from ..errors import UnsupportedModelError
 from ..progress import Progress
-from ..storage.checkpoint import Checkpoint
+from ..storage.checkpoint import INPUT_EMBEDDINGS, OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
-from ..storage.registry import ADAPTER
-from .adapter import PREFIX, AdapterLayer, check_adapter_config, map_adapter
-from .checks import check_finite
+from .adapter import PREFIX, AdapterLayer, adapter_features, map_adapter
+from .checks import check_finite, check_tensors
+from .initial_factors import without_initial_factors
 from .live_model import on_meta, strip_wrappers
-from .register import write_lora_records
+from .records import save_adapter, write_lora_records
 
 
-__all__ = ["check_adapter", "snapshot_adapter"]
+__all__ = [
+    "adapter_shapes",
+    "check_adapter",
+    "check_vocabulary",
+    "gather_adapter",
+    "live_features",
+    "snapshot_adapter",
+]
+
+
+def live_features(model: PeftModel, is_start_known: bool = False) -> list[str]:
+    """What makes the active adapters something else than one plain LoRA, and nothing trained beside it.
+
+    Args:
+        model (`PeftModel`):
+            The model in training. (TRL's frozen reference policy "ref" is not active.)
+        is_start_known (`bool`, *optional*, defaults to `False`):
+            Whether the factors that were taken out of the base, if any, are known: then it is a plain LoRA of twice
+            the rank.
+    """
+    features: dict[str, None] = {}
+    saved: set[int] = set()
+    for name in model.active_adapters:
+        config = model.peft_config[name].to_dict()
+        if is_start_known and not adapter_features({**config, "init_lora_weights": True}, {}):
+            config["init_lora_weights"] = True
+        if other := adapter_features(config, {}):
+            features.update(dict.fromkeys(other))
+        else:
+            features.update(dict.fromkeys(adapter_features(config, adapter_shapes(model, name))))
+            saved |= {id(held) for held in _adapter_state(model, name, lambda held: held).values()}
+    if len(model.active_adapters) != 1:
+        features[f"{len(model.active_adapters)} active adapters"] = None
+    if not features:
+        trained = ((name, held) for name, held in model.named_parameters() if held.requires_grad)
+        beside = [strip_wrappers(name).removeprefix(PREFIX) for name, held in trained if id(held) not in saved]
+        if beside:
+            features[f"{beside[0]} trained beside the adapter"] = None
+    return list(features)
 
 
 def check_adapter(model: PeftModel, base: Checkpoint) -> None:
     """Find before training what [`snapshot_adapter`] would refuse; gathers nothing.
 
     Raises:
-        UnsupportedModelError: if the adapter is not a plain LoRA, or more than it is trained.
+        UnsupportedModelError: if it changes what the base ties.
         IncompatibleAgentError: if it does not fit the base.
     """
-    adapter = _adapter_name(model)
+    [adapter] = model.active_adapters
     config = model.peft_config[adapter].to_dict()
-    check_adapter_config(config)
-    _check_trained(model, adapter)
-    map_adapter(_adapter_shapes(model, adapter), config, base, _adapter_layers(model, adapter))
+    map_adapter(adapter_shapes(model, adapter), config, base, _adapter_layers(model, adapter))
+
+
+def check_vocabulary(model: PeftModel, base: Checkpoint) -> None:
+    """Refuse an adapter beside embeddings that were resized: what is registered holds no new rows.
+
+    Raises:
+        IncompatibleAgentError: naming the embeddings, with the cure.
+    """
+    for name, held in model.named_parameters():
+        name = strip_wrappers(name).removeprefix(PREFIX).replace(".base_layer.", ".")
+        if name in base.tensors and name.endswith((*INPUT_EMBEDDINGS, OUTPUT_HEAD)):
+            check_tensors({name: tuple(on_meta(held).shape)}, base)
 
 
 def snapshot_adapter(
-    model: PeftModel, base: Checkpoint | None, staged: Path | None, world: World, progress: Progress | None
+    model: PeftModel,
+    base: Checkpoint | None,
+    staged: Path | None,
+    world: World,
+    initial: dict[str, Tensor] | None,
+    progress: Progress | None,
 ) -> Manifest | None:
-    """Write an adapter, as it is now, into a staged directory. All ranks call it.
+    """Write a plain LoRA, as it is now, into a staged directory. All ranks call it.
 
     Args:
         model (`PeftModel`):
@@ -53,6 +103,8 @@ def snapshot_adapter(
             Directory to write in; needed on rank 0.
         world ([`~ram_trl.distributed.World`]):
             The processes of the run.
+        initial (`dict[str, Tensor]`, *optional*):
+            The factors that were taken out of the base, on rank 0, if any were.
         progress (`Callable`, *optional*):
             Called on rank 0 with what is being done, the bytes done and the bytes to do.
 
@@ -62,49 +114,24 @@ def snapshot_adapter(
     Raises:
         RamTrlError: on all ranks.
     """
-    adapter = world.run(lambda: _adapter_name(model))
-    world.run(lambda: _check_trained(model, adapter))
-    state = world.run(lambda: _gather_adapter(model, adapter, keep=world.is_main))
-    config = model.peft_config[adapter]
+    [adapter] = model.active_adapters
+    trained = world.run(lambda: gather_adapter(model, keep=world.is_main))
 
     def write() -> Manifest:
+        config, state = model.peft_config[adapter], trained
         for name, tensor in state.items():
             check_finite(name, tensor)
+        if initial is not None:
+            config, state = without_initial_factors(config, state, initial)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         lora = map_adapter(shapes, config.to_dict(), base, _adapter_layers(model, adapter))
-        _save_adapter(staged, config, state, base.name)
+        save_adapter(staged, config, state, base.name)
         return write_lora_records(staged, base, lora, next(iter(state.values())).dtype, progress)
 
     return world.run(lambda: write() if world.is_main else None)
 
 
-def _adapter_name(model: PeftModel) -> str:
-    """The adapter that is trained. (TRL's frozen reference policy "ref" is not active.)
-
-    Raises:
-        UnsupportedModelError: if several are.
-    """
-    names = model.active_adapters
-    if len(names) != 1:
-        raise UnsupportedModelError(f"one active adapter is supported, this model has {len(names)}: {names}")
-    return names[0]
-
-
-def _check_trained(model: PeftModel, adapter: str) -> None:
-    """Refuse a model of which more than the adapter is trained.
-
-    Raises:
-        UnsupportedModelError: naming the first such parameter.
-    """
-    saved = {id(held) for held in _adapter_state(model, adapter, lambda held: held).values()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in saved:
-            raise UnsupportedModelError(
-                f"parameter {name!r} is trained but is no part of the adapter: add its module to modules_to_save"
-            )
-
-
-def _adapter_shapes(model: PeftModel, adapter: str) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(model: PeftModel, adapter: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that PEFT would save; gathers nothing."""
     return {name: tuple(tensor.shape) for name, tensor in _adapter_state(model, adapter, on_meta).items()}
 
@@ -122,14 +149,12 @@ def _adapter_layers(model: PeftModel, adapter: str) -> dict[str, AdapterLayer]:
     }
 
 
-def _gather_adapter(model: PeftModel, adapter: str, keep: bool) -> dict[str, Tensor]:
-    """The tensors that PEFT would save, whole. All ranks call it alike.
+def gather_adapter(model: PeftModel, keep: bool) -> dict[str, Tensor]:
+    """The tensors of the active adapter that PEFT would save, whole. All ranks call it alike.
 
     Args:
         model (`PeftModel`):
             The model.
-        adapter (`str`):
-            Name of the adapter.
         keep (`bool`):
             Whether this rank wants them, on the CPU; else it only helps to gather.
     """
@@ -138,16 +163,8 @@ def _gather_adapter(model: PeftModel, adapter: str, keep: bool) -> dict[str, Ten
         with full_parameter(held) as tensor:
             return tensor.cpu().clone().contiguous() if keep else on_meta(held)
 
+    [adapter] = model.active_adapters
     return _adapter_state(model, adapter, whole)
-
-
-def _save_adapter(staged: Path, config: PeftConfig, state: dict[str, Tensor], base: str) -> None:
-    """Write an adapter as PEFT does."""
-    config = copy.copy(config)
-    config.inference_mode = True
-    config.base_model_name_or_path = config.base_model_name_or_path or base
-    config.save_pretrained(staged)
-    save_file(state, staged / ADAPTER, metadata={"format": "pt"})
 
 
 def _adapter_state(model: PeftModel, adapter: str, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..distributed import full_parameter, is_sharded
@@ -24,6 +25,7 @@ __all__ = [
     "named_tensors",
     "on_meta",
     "strip_wrappers",
+    "unconverted_names",
     "unwrap",
 ]
 
@@ -34,12 +36,21 @@ def check_backend(model: nn.Module) -> None:
     """Refuse models whose parameters cannot be had one at a time.
 
     Raises:
-        UnsupportedModelError: for FSDP1.
+        UnsupportedModelError: for FSDP1, and for an adapter of a model that transformers sharded as it loaded it.
     """
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedModelError(
             "FSDP1 flattens parameters: use FSDP2 (fsdp_version: 2 in the accelerate configuration), or drop the "
             "callback and register the saved model with ram-trl register"
+        )
+    # the older versions of transformers do not shard
+    if isinstance(model, PeftModel) and getattr(
+        model.get_base_model(), "is_distributed_loading_by_transformers", False
+    ):
+        raise UnsupportedModelError(
+            "PEFT gathers all of an adapter at once if transformers sharded the model as it loaded it: shard it with "
+            "accelerate instead of distributed_config (FSDP2, ZeRO-3), or drop the callback and register the saved "
+            "adapter with ram-trl register"
         )
 
 
@@ -49,8 +60,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def base_name(model: nn.Module) -> str:
-    """Directory or Hub id that the model was loaded from; empty if it was made from a configuration."""
-    return (model.get_base_model() if isinstance(model, PeftModel) else model).config.name_or_path or ""
+    """Directory or Hub id that the model was loaded from; empty if it was not loaded."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    return inner.config.name_or_path or "" if isinstance(inner, PreTrainedModel) else ""
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -78,6 +90,18 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         converted = revert_weight_conversion(model, {name: on_meta(held)})
         shapes.update({key: tuple(value.shape) for key, value in converted.items()})
     return shapes
+
+
+def unconverted_names(model: nn.Module) -> dict[str, str]:
+    """The names that files use, of the held tensors that files hold just as they are; gathers nothing."""
+    names = {}
+    for name, held in named_tensors(model):
+        tensor = on_meta(held)
+        converted = revert_weight_conversion(model, {name: tensor})
+        for key, value in converted.items():
+            if value is tensor:
+                names[name] = key
+    return names
 
 
 def has_trained_head(model: nn.Module) -> bool:

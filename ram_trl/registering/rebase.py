@@ -25,7 +25,8 @@ from ..storage.tensor_file import TensorInfo
 from ..storage.versions import MANIFEST
 from ..task_vector import TaskVector, open_task_vector
 from .adapter import check_targets
-from .register import build_manifest, check_options, write_lora_records
+from .records import build_manifest, write_lora_records
+from .register import check_options
 from .snapshot import AgentTensor, FullSnapshot
 
 

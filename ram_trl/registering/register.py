@@ -2,9 +2,8 @@
 
 import math
 import os
-import shutil
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,17 @@ from ..arithmetic.defaults import DEFAULT_EPSILON
 from ..errors import BaseModelError, ConfigError, IncompatibleAgentError, UnsupportedModelError
 from ..progress import Progress
 from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint, is_adapter
-from ..storage.durable import explain_os_errors, read_json
-from ..storage.manifest import BaseRecord, LoraRecord, Manifest, SnapshotRecord, TensorRecord
-from ..storage.registry import (
-    ADAPTER,
-    ADAPTER_MAP,
-    TENSORS,
-    AgentRegistry,
-    RegisteredAgent,
-    check_agent_name,
-    write_records,
-)
+from ..storage.durable import read_json
+from ..storage.manifest import Manifest
+from ..storage.registry import AgentRegistry, RegisteredAgent, check_agent_name
 from ..storage.tensor_file import TensorInfo
 from ..threads import Scratch
-from ..version import __version__
-from .adapter import map_adapter
-from .checks import check_finite
-from .snapshot import AgentTensor, FullSnapshot, base_records, total_parameters
+from .records import build_manifest
+from .saved_adapter import adapter_writer
+from .snapshot import AgentTensor, FullSnapshot
 
 
-__all__ = ["build_manifest", "check_options", "register_agent", "write_lora_records"]
+__all__ = ["check_options", "register_agent"]
 
 
 def register_agent(
@@ -92,13 +82,15 @@ def register_agent(
     base = Checkpoint.open(base_model, revision)
     if not any(is_mergeable(info.dtype) and info.numel for info in base.tensors.values()):
         raise BaseModelError(f"{base.name} has no parameter in bfloat16, float16 or float32")
+    dtype = DTYPE_OPTIONS[snapshot_dtype]
+    if adapter:
+        write = adapter_writer(trained, base, dtype, epsilon, progress)
+    else:
+        write = partial(_write_deltas, trained, base, dtype, epsilon, progress)
     registry = AgentRegistry(registry)
     with registry.stage(agent) as staged:
-        if adapter:
-            manifest = _copy_adapter(staged, trained, base, progress)
-        else:
-            manifest = _write_deltas(staged, trained, base, DTYPE_OPTIONS[snapshot_dtype], epsilon, progress)
-        manifest.agent, manifest.training = agent, {"model": trained.name, **(training or {})}
+        manifest = write(staged)
+        manifest.agent, manifest.training = agent, {"model": trained.name, **manifest.training, **(training or {})}
         return registry.commit(staged, manifest)
 
 
@@ -116,60 +108,13 @@ def check_options(agent: str, snapshot_dtype: str, epsilon: float) -> None:
         raise ConfigError(f"epsilon={epsilon} must be a finite number of at least 0")
 
 
-def build_manifest(
-    kind: str, base: Checkpoint, records: dict[str, TensorRecord], snapshot: SnapshotRecord
-) -> Manifest:
-    """Manifest of an agent that is being registered; its name, training and files are still to be filled in."""
-    return Manifest(
-        agent="",
-        kind=kind,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        ram_trl_version=__version__,
-        base_model=BaseRecord(
-            name=base.name,
-            revision=base.revision,
-            digest=BaseRecord.digest_of(records),
-            total_parameters=total_parameters(records),
-        ),
-        snapshot=snapshot,
-    )
-
-
-def write_lora_records(
-    staged: Path, base: Checkpoint, lora: dict[str, LoraRecord], dtype: torch.dtype, progress: Progress | None
-) -> Manifest:
-    """Write what is recorded beside an adapter's own two files."""
-    records: dict[str, TensorRecord] = {}
-    done, total = 0, sum(info.nbytes for info in base.tensors.values())
-    for info in base.tensors.values():
-        records.update(base_records(base, [info.name]))
-        done += info.nbytes
-        if progress:
-            progress("reading the base", done, total)
-    write_records(staged / TENSORS, records)
-    write_records(staged / ADAPTER_MAP, lora)
-    return build_manifest("lora", base, records, SnapshotRecord(dtype=str(dtype).removeprefix("torch.")))
-
-
-def _copy_adapter(staged: Path, trained: Checkpoint, base: Checkpoint, progress: Progress | None) -> Manifest:
-    config = read_json(trained.path / ADAPTER_CONFIG)
-    shapes = {name: info.shape for name, info in trained.tensors.items()}
-    lora = map_adapter(shapes, config, base)
-    for name in trained.tensors:
-        check_finite(name, trained.read(name))
-    with explain_os_errors(f"copying the adapter to {staged}"):
-        for name in (ADAPTER, ADAPTER_CONFIG):
-            shutil.copyfile(trained.path / name, staged / name)
-    return write_lora_records(staged, base, lora, next(iter(trained.tensors.values())).dtype, progress)
-
-
 def _write_deltas(
-    staged: Path,
     trained: Checkpoint,
     base: Checkpoint,
     dtype: torch.dtype | None,
     epsilon: float,
     progress: Progress | None,
+    staged: Path,
 ) -> Manifest:
     if not set(trained.tensors) & set(base.tensors):
         raise IncompatibleAgentError(f"{trained.name} has no tensor in common with the base {base.name}")

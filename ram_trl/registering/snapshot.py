@@ -21,15 +21,7 @@ from ..storage.checkpoint import Checkpoint
 from ..storage.manifest import SnapshotRecord, TensorRecord
 from ..storage.registry import DELTA, TENSORS, write_records
 from ..storage.stream_writer import StreamWriter
-from ..storage.tensor_file import (
-    DTYPE_NAMES,
-    DTYPES,
-    PIECE_NUMEL,
-    TensorInfo,
-    digest_piece,
-    join_digests,
-    num_pieces,
-)
+from ..storage.tensor_file import DTYPE_NAMES, DTYPES, PIECE_NUMEL, TensorInfo, digest_piece, join_digests, num_pieces
 from ..task_vector import DELTA_PREFIX, ENDS_PREFIX
 from ..threads import Scratch, Workers
 from .checks import COMPUTED_BUFFERS, check_tensors, diverged
@@ -53,12 +45,15 @@ class AgentTensor:
             Shape.
         read (`Callable[[int, int], Tensor]`):
             Gives elements `start ... stop - 1` of the flattened tensor, on the CPU.
+        is_stream (`bool`, *optional*, defaults to `False`):
+            Whether elements come only once, from first to last, and to the thread that adds the tensor.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
+    is_stream: bool = False
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "AgentTensor":
@@ -142,8 +137,12 @@ class FullSnapshot:
         else:
             self._write(tensor)
 
-    def finish(self) -> tuple[dict[str, TensorRecord], SnapshotRecord]:
+    def finish(self, is_whole: bool = True) -> tuple[dict[str, TensorRecord], SnapshotRecord]:
         """Close the files and describe the snapshot.
+
+        Args:
+            is_whole (`bool`, *optional*, defaults to `True`):
+                Whether all of the agent was added, so that it is to be said if a tensor of the base was not.
 
         Returns:
             `tuple[dict[str, TensorRecord], SnapshotRecord]`: the records of the base's tensors, and of the snapshot.
@@ -162,7 +161,7 @@ class FullSnapshot:
                     "the base, save it, and train from that"
                 )
         missing = [name for name in self._base.tensors if name not in self._records and name not in self._base.tied]
-        if missing:
+        if missing and is_whole:
             logger.warning("%d base tensors are not in the agent and count as unchanged: %s", len(missing), missing[0])
         self._writer.close()
         records = {**base_records(self._base, [*missing, *self._base.tied]), **self._records}
@@ -184,7 +183,10 @@ class FullSnapshot:
         """Have the tensor encoded; its pieces are written in their order, while others are encoded."""
         written = _WrittenTensor(self._base.tensors[tensor.name])
         for start in range(0, written.info.numel, PIECE_NUMEL):
-            self._workers.put(partial(self._encode, tensor, start), partial(self._append, written))
+            read = partial(tensor.read, start, min(start + PIECE_NUMEL, written.info.numel))
+            if tensor.is_stream:
+                read = read().detach
+            self._workers.put(partial(self._encode, tensor.name, start, read), partial(self._append, written))
 
     def _append(self, written: "_WrittenTensor", piece: "_EncodedPiece") -> None:
         if not written.pieces:
@@ -217,12 +219,12 @@ class FullSnapshot:
         self._records[info.name] = record
         self._agent_digests[info.name] = join_digests(piece.trained_digest for piece in pieces)
 
-    def _encode(self, tensor: AgentTensor, start: int) -> "_EncodedPiece":
+    def _encode(self, name: str, start: int, read: Callable[[], Tensor]) -> "_EncodedPiece":
         """One piece: rounded, or without changes of at most epsilon, if that was asked for; then encoded."""
-        info = self._base.tensors[tensor.name]
-        stop = min(start + PIECE_NUMEL, info.numel)
-        into = self._scratch.take((stop - start) * info.dtype.itemsize)
-        base, trained = self._base.read(info.name, start, stop, into), tensor.read(start, stop)
+        info = self._base.tensors[name]
+        trained = read()
+        into = self._scratch.take(len(trained) * info.dtype.itemsize)
+        base = self._base.read(info.name, start, start + len(trained), into)
         rounded = trained.to(self._dtype) if self._dtype in (base.dtype, torch.float32) else trained
         stored = rounded.to(codec_dtype(base.dtype, rounded.dtype))
         widened, is_cut = base.to(stored.dtype), False
@@ -241,7 +243,7 @@ class FullSnapshot:
             dtype=stored.dtype,
             tiles=tiles,
             is_cut=is_cut,
-            numel=stop - start,
+            numel=len(trained),
         )
         if rounded.dtype.itemsize < trained.dtype.itemsize:
             update = trained - base.float()
