@@ -1,6 +1,6 @@
 """GRPO runs whose disk fills up during training; prints as JSON what became of them.
 
-`test_callback.py` runs it in a file system of its own (`tmpfs`), or, where it may not mount one, with a limit on the
+`test_faults.py` runs it in a file system of its own (`tmpfs`), or, where it may not mount one, with a limit on the
 size of files (`limit`).
 
 python run_on_full_disk.py FOLDER BASE AGENT tmpfs|limit

@@ -1,4 +1,4 @@
-"""Real GRPO runs on tiny models, for the tests of the callback."""
+"""Real runs on tiny models, for the tests of the callback."""
 
 import contextlib
 import io
@@ -10,32 +10,36 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from datasets import Dataset
 from models import read_model, tokenizer
 from peft import PeftConfig
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ram_trl import AgentRegistry, RAMRegistryCallback, restore_agent
 
 
+TrainerType = TypeVar("TrainerType", bound=Trainer)
+
 # Such a run takes half a second, so the tests train instead of pretending.
-_OPTIONS = {
+OPTIONS = {
     "use_cpu": True,
     "bf16": False,
     "report_to": "none",
     "disable_tqdm": True,
     "max_steps": 2,
     "per_device_train_batch_size": 4,
-    "num_generations": 4,
-    "max_completion_length": 6,
     "learning_rate": 1e-3,
     "logging_steps": 1,
     "save_strategy": "no",
 }
+ROLLOUTS = {"num_generations": 4, "max_completion_length": 6}
+BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
+LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
 def reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
@@ -48,15 +52,16 @@ def grpo(
     output_dir: Path,
     callbacks: Sequence[TrainerCallback],
     peft_config: PeftConfig | None = None,
+    trainer_class: type[GRPOTrainer] = GRPOTrainer,
     **options,
 ) -> GRPOTrainer:
     """A trainer for a few steps; `options` are those of `GRPOConfig`."""
     torch.manual_seed(0)
     prompts = Dataset.from_dict({"prompt": [f"{number}+{number}=" for number in range(16)]})
-    return GRPOTrainer(
+    return trainer_class(
         model=str(model) if isinstance(model, Path) else model,
         reward_funcs=reward,
-        args=GRPOConfig(output_dir=str(output_dir), **{**_OPTIONS, **options}),
+        args=GRPOConfig(output_dir=str(output_dir), **{**OPTIONS, **ROLLOUTS, **options}),
         train_dataset=prompts,
         eval_dataset=prompts,
         processing_class=tokenizer(),
@@ -65,7 +70,7 @@ def grpo(
     )
 
 
-def train(trainer: GRPOTrainer, **arguments) -> GRPOTrainer:
+def train(trainer: TrainerType, **arguments) -> TrainerType:
     """Train without the numbers that a trainer prints."""
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train(**arguments)
@@ -90,7 +95,7 @@ class AtStep(TrainerCallback):
             self._action(model)
 
 
-def saved_weights(trainer: GRPOTrainer, path: Path) -> dict[str, Tensor]:
+def saved_weights(trainer: Trainer, path: Path) -> dict[str, Tensor]:
     """The trained model's weights by the names of files, as transformers itself writes them."""
     trainer.save_model(str(path))
     return read_model(path)
@@ -145,6 +150,10 @@ def registered_files(registry: Path) -> set[str]:
 
 
 __all__ = [
+    "BF16",
+    "LORA",
+    "OPTIONS",
+    "ROLLOUTS",
     "AtStep",
     "RAMRegistryCallback",
     "assert_same_weights",
