@@ -3,13 +3,16 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test matrix lint format clean
 
 quickstart: $(VENV)/installed  ## Train three agents, register, merge with RAM+, compare. FRESH=1 starts over
 	$(RUN) recipes/quickstart.py $(if $(FRESH),--fresh)
 
 test: $(VENV)/installed  ## The whole test suite
 	$(RUN) -m pytest
+
+matrix: $(VENV)/installed  ## Backend x kind x dtype, each a real run: pass, or the refusal, as a Markdown table
+	$(RUN) -m pytest --quiet --capture=no --no-header tests/test_backends.py
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .

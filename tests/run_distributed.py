@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from ram_trl import AgentRegistry
-from ram_trl.distributed import World
+from ram_trl.distributed import World, current_world, stream_parameter
 from ram_trl.errors import AgentNotFoundError, StorageError
 from ram_trl.registering import live_adapter, live_model
 from ram_trl.registering.live import LiveRegistration
@@ -68,6 +69,79 @@ def collectives(folder: Path) -> dict[str, Any]:
         # after all of these nobody is a collective ahead of the others
         "still_in_step": outcome(lambda: world.gather(world.rank)),
     }
+
+
+def streams(folder: Path) -> dict[str, Any]:
+    """Four ranks: parameters that some of them hold parts of, or all, twice, or none."""
+    dist.init_process_group("gloo")
+    world = World(dist.get_rank(), dist.get_world_size())
+    row, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    rows = (Shard(0),)
+
+    def pieces_of(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple) -> list[list[float]] | str:
+        parameter = nn.Parameter(distribute_tensor(whole, mesh, placements))
+        pieces = stream_parameter(parameter, 4, world)
+        return "whole" if pieces is None else [piece.tolist() for piece in pieces]
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+    def one_fails() -> None:
+        tensor = distribute_tensor(numbers(8, 2), row, rows)
+        if world.rank == 2:
+            tensor.detach = lambda: 1 / 0
+        stream_parameter(tensor, 4, world)
+
+    cases = {
+        "even": (numbers(8, 2), row, rows),
+        "uneven": (numbers(7, 3), row, rows),
+        "one rank holds nothing": (numbers(5), row, rows),
+        "one rank holds all": (numbers(1, 9), row, rows),
+        "empty": (numbers(0, 3), row, rows),
+        "held twice": (numbers(5, 3), square, (Replicate(), Shard(0))),
+        "held twice, side by side": (numbers(5, 3), square, (Shard(0), Replicate())),
+        "columns": (numbers(4, 4), row, (Shard(1),)),
+        "rows of columns": (numbers(4, 4), square, (Shard(0), Shard(1))),
+        "rows of rows": (numbers(8, 4), square, (Shard(0), Shard(0))),
+        "copies": (numbers(4, 4), row, (Replicate(),)),
+    }
+    outcomes = {name: outcome(lambda case=case: pieces_of(*case)) for name, case in cases.items()}
+    outcomes["plain"] = outcome(lambda: stream_parameter(numbers(4), 4, world))
+    outcomes["one fails"] = outcome(one_fails)
+    outcomes["still in step"] = outcome(lambda: pieces_of(*cases["even"]))
+    return outcomes
+
+
+def own_group(folder: Path) -> dict[str, Any]:
+    """A run whose own group has no patience, and that ends its groups and begins again."""
+    outcomes = {}
+
+    def group_of() -> bool:
+        first, second = current_world(), current_world()
+        return first.group is second.group and first.group is not dist.group.WORLD
+
+    def late() -> list[int]:
+        world = current_world()
+        if world.is_main:
+            time.sleep(6)
+        return world.gather(world.rank)
+
+    for run in ("first", "second"):
+        # a store of its own: torchrun's still has the addresses of the groups before
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / run}",
+            rank=int(os.environ["RANK"]),
+            world_size=2,
+            timeout=timedelta(seconds=3),
+        )
+        outcomes[f"{run} group"] = outcome(group_of)
+        outcomes[f"{run} late"] = outcome(late)
+        dist.barrier()
+        dist.destroy_process_group()
+    outcomes["none"] = outcome(lambda: current_world().size)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'end'}", rank=int(os.environ["RANK"]), world_size=2)
+    return outcomes
 
 
 def trained_model(base: str) -> nn.Module:
@@ -244,6 +318,8 @@ def grpo_ddp(folder: Path, base: str) -> dict[str, Any]:
 def zero3(folder: Path, base: str) -> dict[str, Any]:
     import deepspeed
 
+    # else it compiles collectives of its own, for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     world = World(dist.get_rank(), dist.get_world_size())
     model = trained_model(base)

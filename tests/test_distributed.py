@@ -20,16 +20,18 @@ SCRIPT = Path(__file__).parent / "run_distributed.py"
 CORES = len(os.sched_getaffinity(0))
 
 
-def run_ranks(scenario: str, folder: Path, *bases: Path, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run a scenario in two processes; what each of them saw."""
+def run_ranks(
+    scenario: str, folder: Path, *bases: Path, env: dict[str, str] | None = None, processes: int = 2
+) -> list[dict[str, Any]]:
+    """Run a scenario in some processes; what each of them saw."""
     names = " ".join(map(str, bases))
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node {processes}"
     result = run_shell(
         f"{torchrun} {SCRIPT} {scenario} {folder} {names}",
         env={"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **(env or {})},
     )
     assert result.returncode == 0, result.stderr
-    return [json.loads((folder / f"{scenario}-{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((folder / f"{scenario}-{rank}.json").read_text()) for rank in range(processes)]
 
 
 # The processes agree
@@ -81,6 +83,54 @@ def test_an_error_on_one_rank_is_raised_on_all_within_seconds(collectives, case,
 
 def test_after_errors_the_ranks_are_still_in_step(collectives):
     assert seen(collectives, "still_in_step", "result") == [[0, 1]] * 2
+
+
+def test_the_ranks_of_a_run_have_one_group_of_their_own_that_waits_longer_than_the_runs_own(tmp_path):
+    ranks = run_ranks("own_group", tmp_path)
+    for run in ("first", "second"):
+        assert seen(ranks, f"{run} group", "result") == [True, True]
+        assert seen(ranks, f"{run} late", "result") == [[0, 1], [0, 1]]
+    assert seen(ranks, "none", "result") == [1, 1]
+
+
+# Pieces of a sharded parameter
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory) -> list[dict[str, Any]]:
+    return run_ranks("streams", tmp_path_factory.mktemp("streams"), processes=4)
+
+
+@pytest.mark.parametrize(
+    ("case", "numel"),
+    [
+        ("even", 16),
+        ("uneven", 21),
+        ("one rank holds nothing", 5),
+        ("one rank holds all", 9),
+        ("empty", 0),
+        ("held twice", 15),
+        ("held twice, side by side", 15),
+        # after an error of one rank
+        ("still in step", 16),
+    ],
+)
+def test_rank_0_sees_a_parameter_of_which_each_rank_holds_rows_piece_by_piece(streams, case, numel):
+    assert seen(streams, case, "error") == [None] * 4
+    numbers = [float(number) for number in range(numel)]
+    assert streams[0][case]["result"] == [numbers[at : at + 4] for at in range(0, numel, 4)]
+
+
+@pytest.mark.parametrize("case", ["columns", "rows of columns", "rows of rows", "copies"])
+def test_other_parameters_are_needed_whole(streams, case):
+    assert seen(streams, case, "result") == ["whole"] * 4
+    assert seen(streams, "plain", "result") == [None] * 4
+
+
+def test_an_error_of_a_rank_that_looks_at_its_part_is_raised_on_all(streams):
+    errors = ["DistributedError", "DistributedError", "ZeroDivisionError", "DistributedError"]
+    assert seen(streams, "one fails", "error") == errors
+    assert max(seen(streams, "one fails", "seconds")) < 10
 
 
 # Data parallel GRPO
