@@ -7,16 +7,15 @@ A rank that failed keeps taking part until [`World.agree`], where everyone stops
 import atexit
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .errors import DistributedError, RamTrlError
 
@@ -26,10 +25,8 @@ __all__ = [
     "World",
     "all_cores",
     "current_world",
-    "full_parameter",
-    "is_sharded",
+    "leave_world",
     "start_world",
-    "stream_parameter",
 ]
 
 T = TypeVar("T")
@@ -178,6 +175,18 @@ def start_world(cpu: bool = False) -> World:
     return World(rank, size, _device(_launched("LOCAL_RANK", rank), cpu), group)
 
 
+def leave_world(world: World) -> None:
+    """End a process that [`start_world`] joined to others, with exit code 0; a process alone goes on.
+
+    While an interpreter ends in its own time, threads of gloo abort the process now and then (2 of 44 launches of
+    three processes), and the launcher reports a failure of work that is done.
+    """
+    if world.size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 @contextmanager
 def all_cores() -> Iterator[None]:
     """While other processes of the run wait for this one, let it compute with all the cores that it may use."""
@@ -209,101 +218,6 @@ def _device(local_rank: int, cpu: bool) -> torch.device:
     if cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def is_sharded(parameter: Tensor) -> bool:
-    """Whether a parameter's elements are spread over the ranks (FSDP2's DTensor, DeepSpeed ZeRO-3)."""
-    return _is_dtensor(parameter) or hasattr(parameter, "ds_id")
-
-
-def full_parameter(parameter: Tensor) -> AbstractContextManager[Tensor]:
-    """The whole of a parameter while the context lasts, one parameter at a time. All ranks must call it alike."""
-    if _is_dtensor(parameter):
-        return nullcontext(parameter.detach().full_tensor())
-    if hasattr(parameter, "ds_id"):
-        return _gathered_by_deepspeed(parameter)
-    return nullcontext(parameter.detach())
-
-
-def stream_parameter(parameter: Tensor, numel: int, world: World) -> Iterator[Tensor] | None:
-    """A parameter from end to end, flattened, a few elements at a time, where no rank needs the whole for that.
-
-    That is so where each rank holds some of its rows (FSDP2). All ranks call it alike and exhaust what they get.
-
-    Args:
-        parameter (`Tensor`):
-            The parameter.
-        numel (`int`):
-            Elements of a piece.
-        world ([`World`]):
-            The processes of the run.
-
-    Returns:
-        `Iterator[Tensor]`: pieces, complete on rank 0, each valid until the next; `None` if the whole is needed.
-
-    Raises:
-        RamTrlError: on all ranks.
-    """
-    if not _is_dtensor(parameter):
-        return None
-    rows = world.run(lambda: _rows(parameter, numel))
-    held = world.gather(rows and rows[1].numel())
-    if rows is None or None in held:
-        return None
-    group, local, buffer = rows
-    ranks = dist.get_process_group_ranks(group)
-    ends = list(accumulate((held[rank] for rank in ranks), initial=0))
-    if ends[-1] != parameter.numel():
-        return None
-    # Rows may be there several times (HSDP): those of rank 0's group are taken.
-    return _stream(local, buffer, ends, group) if 0 in ranks else iter(())
-
-
-def _rows(parameter: Tensor, numel: int) -> tuple[Any, Tensor, Tensor] | None:
-    """The group over which a parameter's rows are spread, those of this rank, and memory for some elements."""
-    from torch.distributed.tensor import Shard
-
-    mesh = parameter.device_mesh
-    spread = [
-        (dim, placement)
-        for dim, placement in enumerate(parameter.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    ]
-    local = parameter.detach().to_local()
-    if len(spread) != 1 or type(spread[0][1]) is not Shard or spread[0][1].dim != 0 or not local.is_contiguous():
-        return None
-    return mesh.get_group(spread[0][0]), local.view(-1), local.new_empty(min(numel, parameter.numel()))
-
-
-def _stream(local: Tensor, buffer: Tensor, ends: list[int], group: Any) -> Iterator[Tensor]:
-    ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
-    for start in range(0, ends[-1], max(1, len(buffer))):
-        piece = buffer[: ends[-1] - start]
-        for rank, (begin, end) in zip(ranks, pairwise(ends), strict=True):
-            low, high = max(begin, start), min(end, start + len(piece))
-            if low < high:
-                part = piece[low - start : high - start]
-                if rank == own:
-                    part.copy_(local[low - begin : high - begin])
-                # to all: for a message from one to another NCCL would have to make a communicator of each pair
-                dist.broadcast(part, rank, group=group)
-        yield piece
-
-
-def _is_dtensor(parameter: Tensor) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)
-
-
-@contextmanager
-def _gathered_by_deepspeed(parameter: Tensor) -> Iterator[Tensor]:
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        yield parameter.detach()
 
 
 def _describe(error: BaseException | None) -> tuple[type[RamTrlError], str] | None:

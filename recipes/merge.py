@@ -22,7 +22,7 @@ def main() -> None:
     with exit_on_error(OSError, UnicodeError):
         config = parse_config(MergeConfig, description="Merge registered agents into one model.")
         # imported here: --help and mistakes in the options answer at once
-        from ram_trl.distributed import start_world
+        from ram_trl.distributed import leave_world, start_world
         from ram_trl.merging.integrate import integrate_agents
         from ram_trl.merging.merge import merge_agents
         from ram_trl.merging.report import format_report
@@ -43,6 +43,7 @@ def main() -> None:
             print(format_report(report))
             if not config.probe_only:
                 print(outcome)
+        leave_world(world)
 
 
 if __name__ == "__main__":

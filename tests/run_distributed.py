@@ -25,10 +25,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from ram_trl import AgentRegistry
-from ram_trl.distributed import World, current_world, stream_parameter
+from ram_trl.distributed import World, current_world
 from ram_trl.errors import AgentNotFoundError, StorageError
 from ram_trl.registering import live_adapter, live_model
 from ram_trl.registering.live import LiveRegistration
+from ram_trl.sharded import stream_parameter
 
 
 def outcome(action: Callable[[], Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ HEAVY = ("accelerate", "datasets", "deepspeed", "peft", "torch", "transformers",
 GROUND = ("errors", "version")
 ARITHMETIC = (*GROUND, "threads", "arithmetic.")
 STORAGE = (*GROUND, "storage.")
-MIDDLE = (*GROUND, "arithmetic.", "storage.", "task_vector", "distributed")
+MIDDLE = (*GROUND, "arithmetic.", "storage.", "task_vector", "distributed", "sharded")
 EVERYTHING_BELOW_THE_ROOF = (
     *MIDDLE,
     "progress",
@@ -42,6 +42,7 @@ FLOORS = {
     "storage.": STORAGE,
     "task_vector": (*ARITHMETIC, *STORAGE),
     "distributed": GROUND,
+    "sharded": (*GROUND, "distributed"),
     "registering.": (*MIDDLE, "progress", "threads", "registering."),
     "merging.": (*MIDDLE, "progress", "threads", "merging."),
     "callbacks": EVERYTHING_BELOW_THE_ROOF,
@@ -181,7 +182,7 @@ def test_only_distributed_knows_ranks():
     assert re.search(ranks, MODULES["distributed"].read_text(encoding="utf-8"))
     for name, path in MODULES.items():
         found = re.search(ranks, path.read_text(encoding="utf-8"))
-        assert name == "distributed" or not found, f"{path}: {found[0]}"
+        assert name in ("distributed", "sharded") or not found, f"{path}: {found[0]}"
 
 
 @pytest.mark.parametrize("path", [*MODULES.values(), *RECIPES.glob("*.py")], ids=lambda path: path.name)

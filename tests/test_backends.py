@@ -186,19 +186,17 @@ def test_the_matrix(launches, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("backend", MEASURED)
-def test_registering_takes_the_memory_of_a_few_pieces_or_of_one_gathered_tensor(launches, tmp_path, backend):
+def test_registering_takes_the_memory_of_a_few_pieces(launches, tmp_path, backend):
     ranks, folder = launches.outcome(MEASURED[backend], backend)
-    tensor, piece = 65536 * 512 * 2, PIECE_NUMEL * 2
+    piece = PIECE_NUMEL * 2
     # Two threads have two pieces each at hand; beside them there are what they make of a piece, and the allocator's.
     few = 24 * piece
-    # gloo gathers into memory of its own, and copies
-    most = {"DDP": few, "FSDP2": few, "DeepSpeed ZeRO-3": 2 * tensor + few}[backend]
     for rank, grown in enumerate(ranks):
         print(f"{backend}, rank {rank}: {grown['with'] / 2**20:.0f} MiB, {grown['without'] / 2**20:.0f} without")
         assert grown["error"] is None
-        assert grown["with"] - grown["without"] < most
+        assert grown["with"] - grown["without"] < few < 65536 * 512 * 2
     # a rank that only sends holds a piece
-    assert backend == "DeepSpeed ZeRO-3" or ranks[1]["with"] - ranks[1]["without"] < 8 * piece
+    assert ranks[1]["with"] - ranks[1]["without"] < 8 * piece
     check_full(folder, torch.bfloat16, tmp_path / "back")
 
 

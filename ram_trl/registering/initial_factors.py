@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..arithmetic.lora import LoraFactors, lora_delta
-from ..distributed import World, full_parameter
+from ..distributed import World
+from ..sharded import full_parameter
 from ..storage.checkpoint import Checkpoint
 from ..storage.durable import explain_os_errors, make_dirs, sync_dir, sync_file
 from .adapter import INITIAL_FACTORS, PREFIX, changes_base

@@ -5,6 +5,7 @@ the way, all learn of it before the next parameter.
 """
 
 import contextlib
+import functools
 import logging
 import shutil
 from collections import Counter, deque
@@ -18,9 +19,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..arithmetic.codec import DTYPE_OPTIONS
-from ..distributed import World, all_cores, is_sharded, stream_parameter
+from ..distributed import World, all_cores
 from ..errors import IncompatibleAgentError, StorageError
 from ..progress import Progress
+from ..sharded import is_sharded, reserve_parameter, stream_parameter
 from ..storage.checkpoint import OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
 from ..storage.registry import AgentRegistry, RegisteredAgent
@@ -43,6 +45,7 @@ from .live_model import (
     full_shapes,
     has_trained_head,
     named_tensors,
+    on_meta,
     unconverted_names,
     unwrap,
 )
@@ -226,9 +229,11 @@ class LiveRegistration:
 
             snapshot = world.run(lambda: start() if world.is_main else None)
             names = world.run(lambda: unconverted_names(model))
-            error, done, total = None, 0, sum(held.nbytes for _, held in named_tensors(model))
+            error, done, total = None, 0, sum(on_meta(held).nbytes for _, held in named_tensors(model))
             for name, held in named_tensors(model):
                 pieces = stream_parameter(held, PIECE_NUMEL, world) if name in names else None
+                if pieces is None and is_sharded(held):
+                    world.run(functools.partial(reserve_parameter, held))
                 try:
                     if pieces is not None:
                         _add_stream(names[name], held, pieces, snapshot)
@@ -239,7 +244,7 @@ class LiveRegistration:
                 # Tensor by tensor together: no rank waits so long that its backend gives up, all stop at a failure.
                 if any(world.gather(error is not None)):
                     break
-                done += held.nbytes
+                done += on_meta(held).nbytes
                 if world.is_main and progress:
                     progress(f"registering {self.agent}", done, total)
             world.agree(error)
@@ -261,7 +266,7 @@ class LiveRegistration:
             is_16 = self.snapshot_dtype != "float32" and any(dtype.itemsize == 2 for dtype in self.base_dtypes)
             needed = int((_BYTES_OF_16 if is_16 else _BYTES_OF_32) * merged_numel(model))
         elif isinstance(model, PeftModel):
-            needed = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            needed = 4 * sum(on_meta(held).numel() for held in model.parameters() if held.requires_grad)
         else:
             [(most, _)] = Counter(held.dtype for _, held in named_tensors(model)).most_common(1)
             each = _BYTES_OF_16 if (self._rounded_to(executed_in) or most).itemsize == 2 else _BYTES_OF_32
@@ -283,7 +288,7 @@ def _add_stream(name: str, held: Tensor, pieces: Iterator[Tensor], snapshot: Ful
 
     try:
         if snapshot is not None:
-            snapshot.add(AgentTensor(name, held.dtype, tuple(held.shape), read, is_stream=True))
+            snapshot.add(AgentTensor(name, held.dtype, tuple(on_meta(held).shape), read, is_stream=True))
     finally:
         # the other ranks send all of them, come what may
         deque(pieces, maxlen=0)

@@ -8,8 +8,9 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import Embedding, Linear, LoraLayer
 from torch import Tensor
 
-from ..distributed import World, full_parameter
+from ..distributed import World
 from ..progress import Progress
+from ..sharded import full_parameter
 from ..storage.checkpoint import INPUT_EMBEDDINGS, OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
 from .adapter import PREFIX, AdapterLayer, adapter_features, map_adapter

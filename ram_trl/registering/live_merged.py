@@ -14,9 +14,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..arithmetic.codec import is_mergeable
-from ..distributed import World, is_sharded
+from ..distributed import World
 from ..errors import UnsupportedModelError
 from ..progress import Progress
+from ..sharded import is_sharded
 from ..storage.checkpoint import INPUT_EMBEDDINGS, OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
 from .adapter import INITIAL_FACTORS, TRAIN_LORA, check_mergeable, check_targets

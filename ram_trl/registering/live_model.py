@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..distributed import full_parameter, is_sharded
 from ..errors import UnsupportedModelError
+from ..sharded import full_parameter, is_sharded
 from ..storage.checkpoint import OUTPUT_HEAD
 
 
