@@ -2,9 +2,7 @@
 
 import contextlib
 import logging
-import math
 import os
-import re
 import shlex
 import time
 import traceback
@@ -12,24 +10,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import peft
 import torch
-import transformers
-import trl
 from torch import nn
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .arithmetic.defaults import DEFAULT_EPSILON
 from .config import load_function
-from .distributed import World, current_world
+from .distributed import World, current_world, shared_cores
 from .errors import ConfigError, RamTrlError
-from .merging.integrate import check_integration, integrate_agents, merge_command
+from .merging.integrate import Integration, integrate_agents
 from .progress import Progress
+from .provenance import CHECKPOINT, best_step, executed_in, final_checkpoint, provenance
 from .registering.live import LiveRegistration
 from .registering.live_model import base_name, unwrap
 from .registering.register import check_options
+from .storage.checkpoint import Checkpoint
 from .storage.generalists import Generalist
 from .storage.registry import AgentRegistry, RegisteredAgent
 from .terminal import progress_bar
@@ -38,9 +35,6 @@ from .terminal import progress_bar
 __all__ = ["RAMRegistryCallback"]
 
 logger = logging.getLogger(__name__)
-
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RAMRegistryCallback(TrainerCallback):
@@ -114,13 +108,7 @@ class RAMRegistryCallback(TrainerCallback):
         )
         self._revision = revision
         self._began = 0.0
-        self._merge_to, self._merge_config = merge_to, dict(merge_config or {})
-        if isinstance(self._merge_config.get("gate"), str):
-            self._merge_config["gate"] = load_function(self._merge_config["gate"], "gate")
-        if merge_to is not None:
-            check_integration(merge_to, **self._merge_config)
-        elif merge_config is not None:
-            raise ConfigError("merge_config is for merge_to: name a generalist")
+        self._integration = _integration(merge_to, merge_config)
         self.strict = strict
         self.registered: RegisteredAgent | None = None
         self.generalist: Generalist | None = None
@@ -136,12 +124,11 @@ class RAMRegistryCallback(TrainerCallback):
         if registration.base_model is None and registration.revision is None:
             # TRL's configurations say here which revision of the model they load.
             registration.revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
-        registration.check(model, world, _executed_in(args), args.output_dir, is_fresh=state.global_step == 0)
-        if self._merge_to is not None:
-            generalists = registration.registry.generalists
-            world.run_on_main(lambda: generalists.check_writable(self._merge_to))
+        registration.check(model, world, executed_in(args), args.output_dir, is_fresh=state.global_step == 0)
+        if self._integration is not None:
+            world.run_on_main(lambda: self._check_integration(model))
         base = registration.base_model or base_name(unwrap(model))
-        if world.is_main and _CHECKPOINT.fullmatch(Path(base).name):
+        if world.is_main and CHECKPOINT.fullmatch(Path(base).name):
             logger.warning(
                 "the base of agent %r is %s, a checkpoint of another run: to merge it with agents of the model that "
                 "run started from, pass base_model=",
@@ -156,11 +143,11 @@ class RAMRegistryCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
     ) -> None:
         world = current_world()
-        executed_in = _executed_in(args)
+        computed_in = executed_in(args)
         try:
-            training = world.run(lambda: _provenance(args, state))
+            training = world.run(lambda: provenance(args, state))
             with _progress(args, world) as progress:
-                self.registered = self._registration.register(model, world, executed_in, training, progress)
+                self.registered = self._registration.register(model, world, computed_in, training, progress)
         except Exception as error:
             _release_frames(error)
             self.error = error
@@ -170,15 +157,13 @@ class RAMRegistryCallback(TrainerCallback):
                     "agent %r was NOT registered: %s\nThe trained model is unharmed. When that is mended, run:\n  %s",
                     self._registration.agent,
                     error if isinstance(error, RamTrlError) else repr(error),
-                    self._retry_command(args, state, model, executed_in),
+                    self._retry_command(args, state, model, computed_in),
                     exc_info=not isinstance(error, RamTrlError),
                 )
-            if self.strict:
-                raise
         if self.registered is not None:
-            best_step, weights = _best_step(args, state), ""
-            if best_step is not None:
-                weights = f", with the weights of its best checkpoint (step {best_step})"
+            best, weights = best_step(args, state), ""
+            if best is not None:
+                weights = f", with the weights of its best checkpoint (step {best})"
             message = f"registered {self.registered} in {self._registration.registry.path}{weights}"
             logger.info(message)
             if not args.disable_tqdm:
@@ -186,16 +171,31 @@ class RAMRegistryCallback(TrainerCallback):
             if state.global_step < state.max_steps:
                 steps = f"{state.global_step} of {state.max_steps} steps{weights}"
                 logger.warning("agent %s was registered after %s", self.registered, steps)
-        if self._merge_to is not None and self.error is None:
-            self._integrate(args, world)
+        if self._integration is not None:
+            self._integrate(args, world, self._integration)
+        if self.strict and self.error is not None:
+            raise self.error
 
-    def _integrate(self, args: TrainingArguments, world: World) -> None:
+    def _check_integration(self, model: nn.Module) -> None:
+        registration, gate = self._registration, self._integration.options.get("gate")
+        base = Checkpoint.open(registration.base_model or base_name(unwrap(model)), registration.revision)
+        self._integration.check(registration.registry, registration.agent, base)
+        if gate is not None and is_deepspeed_zero3_enabled():
+            raise ConfigError(
+                "under DeepSpeed ZeRO-3 a gate that loads the candidate waits for the other ranks for ever: leave it "
+                "out of merge_config, or leave merge_to out and run recipes/merge.py --merge_to with --gate later"
+            )
+
+    def _integrate(self, args: TrainingArguments, world: World, integration: Integration) -> None:
         """Merge the agents into the generalist's next version. A failure costs neither the run nor the agent."""
         registry = self._registration.registry
         try:
-            with _progress(args, world) as progress:
+            # one rank may have failed alone
+            if any(world.gather(self.error is not None)):
+                return
+            with _progress(args, world) as progress, shared_cores():
                 self.generalist = integrate_agents(
-                    registry, self._merge_to, world=world, progress=progress, **self._merge_config
+                    registry, integration.generalist, world=world, progress=progress, **integration.options
                 )
         except Exception as error:
             _release_frames(error)
@@ -204,26 +204,29 @@ class RAMRegistryCallback(TrainerCallback):
                 logger.error(
                     "%s is registered, but generalist %r was NOT merged: %s\nMerge it later with:\n  %s",
                     self.registered,
-                    self._merge_to,
+                    integration.generalist,
                     error if isinstance(error, RamTrlError) else repr(error),
-                    merge_command(registry, self._merge_to, self._merge_config),
+                    integration.command(registry),
                     exc_info=not isinstance(error, RamTrlError),
                 )
-            if self.strict:
-                raise
             return
-        if world.is_main and not args.disable_tqdm:
-            tqdm.write(f"merged {self.generalist} of {', '.join(self.generalist.parents)}")
+        if world.is_main:
+            message = f"merged {self.generalist} of {', '.join(self.generalist.parents)}"
+            if self.generalist.manifest.refused is not None:
+                message += f", which was not promoted: {self.generalist.manifest.refused}"
+            logger.info(message)
+            if not args.disable_tqdm:
+                tqdm.write(message)
 
     def _retry_command(
-        self, args: TrainingArguments, state: TrainerState, model: nn.Module, executed_in: torch.dtype | None
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, computed_in: torch.dtype | None
     ) -> str:
         """The command that registers from disk what could not be registered from memory."""
-        registration, checkpoint = self._registration, _final_checkpoint(args, state, self._began)
+        registration, checkpoint = self._registration, final_checkpoint(args, state, self._began)
         dtype = registration.snapshot_dtype
-        if dtype == "auto" and executed_in in registration.base_dtypes:
+        if dtype == "auto" and computed_in in registration.base_dtypes:
             # a checkpoint does not tell what its run computed in
-            dtype = str(executed_in).removeprefix("torch.")
+            dtype = str(computed_in).removeprefix("torch.")
         options = {
             "registry": str(registration.registry.path),
             "agent": registration.agent,
@@ -238,44 +241,21 @@ class RAMRegistryCallback(TrainerCallback):
         return command if checkpoint else f"{command}\n  (after trainer.save_model(DIR): there is no checkpoint of it)"
 
 
+def _integration(merge_to: str | None, merge_config: Mapping[str, Any] | None) -> Integration | None:
+    if merge_config is not None and (merge_to is None or not isinstance(merge_config, Mapping)):
+        raise ConfigError("merge_config is a mapping of options for merge_to: name a generalist")
+    if merge_to is None:
+        return None
+    options = dict(merge_config or {})
+    if isinstance(options.get("gate"), str):
+        options["gate"] = load_function(options["gate"], "gate")
+    return Integration(merge_to, options)
+
+
 @contextlib.contextmanager
 def _progress(args: TrainingArguments, world: World) -> Iterator[Progress | None]:
     with progress_bar() if world.is_main and not args.disable_tqdm else contextlib.nullcontext() as progress:
         yield progress
-
-
-def _executed_in(args: TrainingArguments) -> torch.dtype | None:
-    """Dtype of autocast, if the run computes under it."""
-    # accelerate's own state is that of the trainer that was made last
-    return _AUTOCAST.get(args.mixed_precision)
-
-
-def _best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """The checkpoint that the trainer went back to before it ended, if it did."""
-    if not args.load_best_model_at_end or state.best_model_checkpoint is None:
-        return None
-    path = Path(state.best_model_checkpoint)
-    return path if os.path.isdir(path) else None
-
-
-def _best_step(args: TrainingArguments, state: TrainerState) -> int | None:
-    """The step that the weights are of, if the trainer went back to that."""
-    best = _best_checkpoint(args, state)
-    # state.best_global_step may be a later one, which was evaluated and not saved
-    name = best and _CHECKPOINT.fullmatch(best.name)
-    return int(name[1]) if name else None
-
-
-def _final_checkpoint(args: TrainingArguments, state: TrainerState, began: float) -> str | None:
-    """The checkpoint that holds the model as it is at the end; the last one need not, and may be of an earlier run."""
-    best = _best_checkpoint(args, state)
-    path = best or Path(args.output_dir, f"checkpoint-{state.global_step}")
-    try:
-        is_of_this_run = best is not None or path.stat().st_mtime >= began
-        return str(path) if is_of_this_run and any(path.glob("*.safetensors")) else None
-    except OSError:
-        # there is none, or its disk is gone, which must not cost the run
-        return None
 
 
 def _release_frames(error: BaseException) -> None:
@@ -284,25 +264,3 @@ def _release_frames(error: BaseException) -> None:
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
-
-
-def _provenance(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """Where the agent comes from: numbers and versions, no paths."""
-    metrics, best_step = {}, _best_step(args, state)
-    for entry in state.log_history:
-        if best_step is None or entry["step"] <= best_step:
-            metrics.update({key: value for key, value in entry.items() if isinstance(value, int | float)})
-    return {
-        "arguments": type(args).__name__,
-        "step": state.global_step,
-        # the weights are of this one, if the trainer went back to its best checkpoint
-        "best_step": best_step,
-        "max_steps": state.max_steps,
-        "learning_rate": args.learning_rate,
-        "seed": args.seed,
-        "num_processes": args.world_size,
-        "mixed_precision": args.mixed_precision,
-        # a JSON file has no NaN
-        "metrics": {key: value for key, value in metrics.items() if math.isfinite(value)},
-        "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate, peft, trl)},
-    }

@@ -6,6 +6,7 @@ from typing import Any
 
 from .arithmetic.defaults import DEFAULT_EPSILON
 from .config import OptionParser
+from .errors import ConfigError
 from .terminal import exit_on_error, progress_bar
 
 
@@ -91,9 +92,9 @@ def _rebase(arguments: argparse.Namespace) -> None:
         agent = rebase_agent(
             AgentRegistry(arguments.registry),
             arguments.agent,
-            base_model=arguments.base_model,
+            new_base=arguments.new_base,
             revision=arguments.revision,
-            present_base=arguments.present_base,
+            base_model=arguments.base_model,
             snapshot_dtype=arguments.snapshot_dtype,
             epsilon=arguments.epsilon,
             progress=progress,
@@ -104,7 +105,10 @@ def _rebase(arguments: argparse.Namespace) -> None:
 def _generalists(arguments: argparse.Namespace) -> None:
     from .storage.registry import AgentRegistry
 
-    store = AgentRegistry(arguments.registry).generalists
+    registry = AgentRegistry(arguments.registry)
+    # which says if it is no registry
+    registry.names()
+    store = registry.generalists
     latest = {name: store.latest(name) for name in store.names()}
     generalists = list(store)
     if arguments.json:
@@ -112,7 +116,7 @@ def _generalists(arguments: argparse.Namespace) -> None:
         return
     rows = [("generalist", "merged of", "method", "created", "verdict")]
     for one in generalists:
-        verdict = f"refused: {one.manifest.refused}" if one.manifest.refused else "promoted"
+        verdict = f"refused: {one.manifest.refused}" if one.manifest.refused else "accepted"
         if one.version == latest[one.name]:
             verdict = f"latest, {verdict}"
         rows.append((str(one), " ".join(one.parents), one.manifest.settings["method"], one.manifest.created, verdict))
@@ -145,8 +149,12 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 def _remove(arguments: argparse.Namespace) -> None:
     from .storage.registry import AgentRegistry
 
-    for agent in AgentRegistry(arguments.registry).remove(arguments.agent):
-        print(f"{agent} removed")
+    registry = AgentRegistry(arguments.registry)
+    if (arguments.agent is None) == (arguments.generalist is None):
+        raise ConfigError("name what to remove: --agent or --generalist")
+    spec = arguments.agent or arguments.generalist
+    for version in registry.remove(spec) if arguments.agent else registry.generalists.remove(spec):
+        print(f"{version} removed")
 
 
 def _size(num_bytes: int) -> str:
@@ -213,19 +221,18 @@ def _parser() -> argparse.ArgumentParser:
     register.add_argument("--model", required=True, help="Checkpoint directory, PEFT adapter directory or Hub id.")
     register.add_argument("--base_model", help="Directory or Hub id of the base model. An adapter names its own.")
     rebase = add("rebase", _rebase, "Carry an agent over to another base model, as a new version of it.", agent=one)
-    rebase.add_argument("--base_model", help="The new base. By default that of the generalist it was trained from.")
-    rebase.add_argument("--present_base", help="Where the agent's present base is now, if not where it was.")
+    rebase.add_argument("--new_base", help="The new base. By default that of the generalist it was trained from.")
+    rebase.add_argument("--base_model", help="Where the agent's present base is now, if not where it was.")
     for sub in (register, rebase):
         sub.add_argument("--revision", help="Revision of the (new) base model on the Hub.")
         sub.add_argument(
             "--snapshot_dtype", default="auto", help="auto (the agent's own), bfloat16, float16, float32."
         )
-        sub.add_argument(
-            "--epsilon",
-            type=float,
-            default=DEFAULT_EPSILON,
-            help=f"Smallest change that is stored of float32 weights (default {DEFAULT_EPSILON:g}).",
-        )
+    smallest = "Smallest change that is stored of float32 weights"
+    register.add_argument(
+        "--epsilon", type=float, default=DEFAULT_EPSILON, help=f"{smallest} (default {DEFAULT_EPSILON:g})."
+    )
+    rebase.add_argument("--epsilon", type=float, help=f"{smallest} (default: as the agent was stored).")
     listing = add("list", _list, "List the agents of a registry.")
     show = add("show", _show, "Show one agent.", agent=one)
     generalists = add("generalists", _generalists, "List the models that were merged with --merge_to.")
@@ -237,5 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     restore.add_argument("--max_shard_size", default="5GB", help="Largest size of a weight file (default 5GB).")
     promote = add("promote", _promote, "Make a version of a generalist its latest, also to go back to an earlier one.")
     promote.add_argument("--generalist", required=True, help="Version: NAME@v2.")
-    add("remove", _remove, "Remove a version (NAME@v2) or all versions (NAME).", agent="Agent: NAME or NAME@v2.")
+    remove = add("remove", _remove, "Remove a version (NAME@v2) or all versions (NAME).")
+    remove.add_argument("--agent", help="Agent: NAME or NAME@v2.")
+    remove.add_argument("--generalist", help="Generalist: NAME or NAME@v2.")
     return parser

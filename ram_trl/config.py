@@ -200,7 +200,7 @@ def load_function(name: str, option: str) -> Callable[..., Any]:
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # a user's module can raise anything when it is imported
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{option}: {name!r} is not a MODULE:FUNCTION that can be imported: {problem}") from error

@@ -26,6 +26,7 @@ __all__ = [
     "all_cores",
     "current_world",
     "leave_world",
+    "shared_cores",
     "start_world",
 ]
 
@@ -190,8 +191,21 @@ def leave_world(world: World) -> None:
 @contextmanager
 def all_cores() -> Iterator[None]:
     """While other processes of the run wait for this one, let it compute with all the cores that it may use."""
+    with _threads(_num_threads(1)):
+        yield
+
+
+@contextmanager
+def shared_cores() -> Iterator[None]:
+    """While all processes of the run work, let each compute with its share of the cores."""
+    with _threads(_num_threads(_launched("LOCAL_WORLD_SIZE", 1))):
+        yield
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(_num_threads(1))
+    torch.set_num_threads(number)
     try:
         yield
     finally:

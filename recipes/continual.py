@@ -71,7 +71,12 @@ def run(root: Path, seed: int) -> dict[str, Any]:
     """Runs every step that is not finished yet; the rewards of the base and of each version of the generalist."""
     journey, base, registry = Journey(root), root / "base", ["--registry", str(root / "registry")]
     pretraining = [str(RECIPES / "toy_tasks.py"), "--output_dir", str(base), "--seed", str(seed)]
-    journey.run("Pre-train the base", [Job("base", pretraining, base)])
+    job = Job("base", pretraining, base)
+    if not journey.is_finished(job):
+        # agents of another base are of no use
+        for name in ("registry", "runs"):
+            shutil.rmtree(root / name, ignore_errors=True)
+    journey.run("Pre-train the base", [job])
     rows = [{"model": "base", "parents": [], "rewards": evaluate(base)}]
 
     store = AgentRegistry(root / "registry").generalists

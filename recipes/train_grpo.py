@@ -97,7 +97,9 @@ def main() -> None:
     if callback.registered is not None:
         print(f"registered {callback.registered} in {registry_args.registry}")
         if callback.generalist is not None:
-            print(f"merged {callback.generalist} of {', '.join(callback.generalist.parents)}")
+            refused = callback.generalist.manifest.refused
+            verdict = "promoted" if refused is None else f"not promoted: {refused}"
+            print(f"merged {callback.generalist} of {', '.join(callback.generalist.parents)}: {verdict}")
 
 
 if __name__ == "__main__":

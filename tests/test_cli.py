@@ -245,16 +245,20 @@ def test_generalists_are_listed_with_their_parents_and_verdicts_and_promoted(reg
     integrate_agents(str(registry), "generalist")
     integrate_agents(str(registry), "generalist", agents=["math"], gate=lambda candidate, report: "too few agents")
     lines = cli("generalists", "--registry", registry)[1].splitlines()[1:]
-    assert re.fullmatch(r"generalist@v1 +math@v2 tool@v1 +ram_plus +\S+ +latest, promoted", lines[0])
+    assert re.fullmatch(r"generalist@v1 +math@v2 tool@v1 +ram_plus +\S+ +latest, accepted", lines[0])
     assert re.fullmatch(r"generalist@v2 +math@v2 +ram_plus +\S+ +refused: too few agents", lines[1])
     code, out, err = cli("promote", "--registry", registry, "--generalist", "generalist@v2")
     path = registry / "generalists" / "generalist" / "v000002"
     assert (code, out, err) == (0, f"generalist@v2 is the latest of generalist, in {path}\n", "")
-    first, second = json.loads(cli("generalists", "--registry", registry, "--json")[1])
-    assert (first["latest"], second["latest"]) == (False, True)
-    assert [parent["agent"] for parent in first["parents"]] == ["math", "tool"]
+    remove = ("remove", "--registry", registry)
+    assert "error: generalist@v2 is the latest" in cli(*remove, "--generalist", "generalist@v2")[2]
+    assert cli(*remove, "--generalist", "generalist@v1")[:2] == (0, "generalist@v1 removed\n")
+    assert "error: name what to remove" in cli(*remove)[2]
+    assert "is not a registry" in cli("generalists", "--registry", registry / "typo")[2]
+    [second] = json.loads(cli("generalists", "--registry", registry, "--json")[1])
+    assert second["latest"] and [parent["agent"] for parent in second["parents"]] == ["math"]
     code, out, err = cli("promote", "--registry", registry, "--generalist", "generalist@v3")
-    assert (code, out) == (2, "") and "error: generalist 'generalist' has no version v3; it has: v1, v2" in err
+    assert (code, out) == (2, "") and "error: generalist 'generalist' has no version v3; it has: v2" in err
 
 
 def test_an_agent_of_a_generalist_is_rebased(zoo, registry, cli):

@@ -1,5 +1,6 @@
 """Agents that were trained from a generalist come back to the original base."""
 
+import json
 import shutil
 
 import pytest
@@ -56,6 +57,8 @@ def test_a_rebased_agent_is_merged_with_the_agents_of_the_original_base(lineage,
     registry, _ = lineage
     with pytest.raises(IncompatibleAgentError, match="or carry one over to the other's base with ram-trl rebase"):
         merge_agents(registry, str(tmp_path / "merged"))
+    with pytest.raises(ConfigError, match="revision is that of the new base"):
+        rebase_agent(registry, "tools", revision="main")
     rebase_agent(registry, "tools")
     report = merge_agents(registry, str(tmp_path / "merged"))
     assert [row["name"] for row in report["agents"]] == ["code", "math", "tools"]
@@ -89,10 +92,71 @@ def test_an_adapter_is_carried_over_exactly(zoo: Zoo, lineage, tmp_path, options
     )
 
 
+@pytest.mark.parametrize("options", [{"modules_to_save": ["up_proj"]}, {"modules_to_save": ["norm"], "r": 2}])
+def test_a_module_that_was_trained_in_full_beside_the_factors_is_carried_over(zoo: Zoo, lineage, tmp_path, options):
+    registry, models = lineage
+    adapter = zoo.adapter(models["generalist"], **options)
+    register_agent(registry, "law", str(adapter))
+    agent = rebase_agent(registry, "law")
+    base, generalist = read_model(models["base"]), read_model(models["generalist"])
+    before, after = read_model(adapter), read_model(agent.path)
+    replaced = {name: record.replaced_by for name, record in agent.adapter_map().items() if record.replaced_by}
+    assert replaced
+    for name, key in replaced.items():
+        expected = base[name].double() + (before[key].double() - generalist[name].double())
+        torch.testing.assert_close(after[key].double(), expected, rtol=2**-8, atol=1e-9)
+    assert all(torch.equal(after[key], before[key]) for key in before if key not in replaced.values())
+    config = json.loads((agent.path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(models["base"])
+
+
+def test_of_a_float32_agent_nothing_is_lost_that_was_stored(zoo: Zoo, lineage, tmp_path):
+    registry, models = lineage
+    small = zoo.agent(models["generalist"], seed=4, scale=5e-6, dtype=torch.float32)
+    register_agent(registry, "law", str(small), base_model=str(models["generalist"]), epsilon=0.0)
+    agent = rebase_agent(registry, "law")
+    assert agent.manifest.snapshot.epsilon == 0.0
+    back, trained = restored_weights(registry.path, "law", tmp_path / "back"), read_model(small)
+    base, generalist = read_model(models["base"]), read_model(models["generalist"])
+    for name in back:
+        agree = base[name] == generalist[name]
+        assert torch.equal(back[name][agree].float(), trained[name][agree]), name
+
+
+def test_what_was_not_stored_is_not_claimed_to_be_there(zoo: Zoo, lineage):
+    registry, models = lineage
+    trained = zoo.agent(models["generalist"], seed=4, dtype=torch.float32)
+    register_agent(registry, "law", str(trained), base_model=str(models["generalist"]), epsilon=1e-3)
+    assert rebase_agent(registry, "law").manifest.snapshot.epsilon == 1e-3
+    assert rebase_agent(registry, "law@v1", epsilon=1e-4).manifest.snapshot.epsilon == 1e-3
+
+
+def test_a_generalist_of_another_dtype_than_its_base_is_no_obstacle(zoo: Zoo, lineage, tmp_path):
+    registry, models = lineage
+    generalist = integrate_agents(registry, "half", agents=["code", "math"], output_dtype="float16").path
+    half = zoo.agent(generalist, seed=3)
+    register_agent(registry, "law", str(half), base_model=str(generalist))
+    assert rebase_agent(registry, "law").manifest.snapshot.dtype == "bfloat16"
+    sums, _ = expected({**models, "generalist": generalist, "tools": half})
+    for name, tensor in restored_weights(registry.path, "law", tmp_path / "back").items():
+        torch.testing.assert_close(tensor.double(), sums[name], rtol=2**-7, atol=1e-9)
+
+
+def test_a_base_that_changed_since_the_merge_is_refused(lineage, tmp_path):
+    registry, models = lineage
+    base = shutil.copytree(models["base"], tmp_path / "base")
+    moved = integrate_agents(registry, "moved", agents=["code", "math"], base_model=str(base)).path
+    register_agent(registry, "law", str(models["tools"]), base_model=str(moved))
+    change_tensor(base, "model.layers.0.mlp.up_proj.weight", lambda tensor: tensor + 1)
+    with pytest.raises(BaseModelError, match="is not the base that the generalist was merged over"):
+        rebase_agent(registry, "law")
+    assert registry.versions("law") == [1]
+
+
 def test_there_and_back_again_is_the_agent(lineage, tmp_path):
     registry, models = lineage
     rebase_agent(registry, "tools", snapshot_dtype="float32", epsilon=0.0)
-    rebase_agent(registry, "tools@v2", base_model=str(models["generalist"]), snapshot_dtype="bfloat16")
+    rebase_agent(registry, "tools@v2", new_base=str(models["generalist"]), snapshot_dtype="bfloat16")
     assert_same_weights(restored_weights(registry.path, "tools", tmp_path / "back"), read_model(models["tools"]))
 
 
@@ -100,7 +164,7 @@ def test_a_base_with_other_tensors_is_refused(zoo: Zoo, lineage):
     registry, _ = lineage
     for other, message in (("llama", "not models of one kind"), ("qwen2_wide", "not models of one kind")):
         with pytest.raises(BaseModelError, match=message):
-            rebase_agent(registry, "tools", base_model=str(zoo.base(other)))
+            rebase_agent(registry, "tools", new_base=str(zoo.base(other)))
     assert registry.versions("tools") == [1]
 
 
@@ -109,7 +173,7 @@ def test_an_agent_that_was_not_trained_from_a_generalist_needs_the_new_base_name
     with pytest.raises(BaseModelError, match="math@v1 was not trained from a generalist: name the new base"):
         rebase_agent(registry, "math")
     with pytest.raises(ConfigError, match=r"math@v1 has the base .* already"):
-        rebase_agent(registry, "math", base_model=str(models["base"]))
+        rebase_agent(registry, "math", new_base=str(models["base"]))
     assert registry.versions("math") == [1]
 
 
@@ -119,5 +183,5 @@ def test_a_present_base_that_is_not_the_recorded_one_is_refused_and_a_moved_one_
     changed = shutil.copytree(models["generalist"], tmp_path / "changed")
     change_tensor(changed, "model.layers.0.mlp.up_proj.weight", lambda tensor: tensor + 1)
     with pytest.raises(BaseModelError, match=r"weights of tensor 'model\.layers\.0\.mlp\.up_proj\.weight' differ"):
-        rebase_agent(registry, "tools", present_base=str(changed))
-    assert str(rebase_agent(registry, "tools", present_base=str(moved))) == "tools@v2"
+        rebase_agent(registry, "tools", base_model=str(changed))
+    assert str(rebase_agent(registry, "tools", base_model=str(moved))) == "tools@v2"

@@ -8,35 +8,33 @@ import contextlib
 import dataclasses
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ..distributed import SINGLE, World
-from ..errors import ConfigError
+from ..errors import ConfigError, IncompatibleAgentError
 from ..progress import Progress
-from ..storage.checkpoint import parse_size
-from ..storage.durable import read_json
+from ..storage.base_model import differs_from_base
+from ..storage.checkpoint import Checkpoint, parse_size
 from ..storage.generalists import Generalist
 from ..storage.manifest import GeneralistManifest, ParentRecord
 from ..storage.registry import AgentRegistry
 from ..storage.versions import check_name
 from ..version import __version__
+from .gate import Gate, gate_name, judge
 from .merge import run_merge
 from .plan import MergePlan, MergeSettings, plan_merge
 
 
-__all__ = ["Gate", "check_integration", "integrate_agents", "merge_command"]
+__all__ = ["Integration", "integrate_agents"]
 
 logger = logging.getLogger(__name__)
 
 # Arguments of a merge beside its settings.
 _NO_SETTINGS = ("agents", "base_model", "gate", "max_shard_size")
-
-# Takes the directory of a candidate, which transformers loads, and the content of its merge_report.json. Gives True to
-# promote it, False or a reason to refuse it.
-Gate = Callable[[Path, dict[str, Any]], bool | str]
 
 
 def integrate_agents(
@@ -65,9 +63,10 @@ def integrate_agents(
         max_shard_size (`str`, *optional*, defaults to `"5GB"`):
             Largest size of a weight file.
         gate (`Callable[[Path, dict], bool | str]`, *optional*):
-            Called on rank 0 with the directory of the candidate, a model that transformers loads, and the content of
-            its `merge_report.json`. It returns `True` to promote the candidate, `False` or a reason to refuse it. An
-            error in it refuses too. Without a gate every candidate is promoted.
+            Called on rank 0 alone with the directory of the candidate, a model that transformers loads, and the
+            content of its `merge_report.json`. It returns `True` to promote the candidate, `False` or a reason to
+            refuse it. An error in it refuses too. It may add files to the directory, and must not talk to other
+            ranks, which wait for it. Without a gate every candidate is promoted.
         world ([`~ram_trl.distributed.World`], *optional*):
             The processes that merge together.
         progress (`Callable`, *optional*):
@@ -86,9 +85,11 @@ def integrate_agents(
     registry = AgentRegistry(registry)
 
     def make_plan() -> MergePlan:
-        check_integration(generalist, gate=gate, max_shard_size=max_shard_size, **settings)
+        options = {"agents": agents, "gate": gate, "max_shard_size": max_shard_size, **settings}
+        Integration(generalist, options)
+        plan = plan_merge(registry, agents, MergeSettings(**settings), base_model)
         registry.generalists.check_writable(generalist)
-        return plan_merge(registry, agents, MergeSettings(**settings), base_model)
+        return plan
 
     plan = world.run(make_plan)
     made: list[Generalist] = []
@@ -99,8 +100,8 @@ def integrate_agents(
             yield staged
             manifest = _manifest(generalist, plan)
             if gate is not None:
-                manifest.gate = _name(gate)
-                manifest.refused = _ask(gate, manifest.gate, staged)
+                manifest.gate = gate_name(gate)
+                manifest.refused = judge(gate, staged)
             made.append(registry.generalists.commit(staged, manifest))
 
     run_merge(plan, stage, generalist, max_shard_size, world=world, progress=progress)
@@ -110,76 +111,103 @@ def integrate_agents(
     return merged
 
 
-def check_integration(generalist: str, **arguments: Any) -> None:
-    """Refuse what no merge could use, before there is anything to merge. Arguments as [`integrate_agents`].
+@dataclass(frozen=True, slots=True)
+class Integration:
+    """What a training run merges after it has registered its agent.
+
+    Args:
+        generalist (`str`):
+            Name of the generalist.
+        options (`Mapping`):
+            Arguments of [`integrate_agents`]: `agents`, `base_model`, `max_shard_size`, `gate` and settings.
 
     Raises:
-        ConfigError: if a setting is unknown or has a value that cannot be used.
+        ConfigError: if an option is unknown or has a value that no merge could use.
         InvalidNameError: if the generalist's name is not one.
     """
-    check_name(generalist, "generalist")
-    known = [option.name for option in dataclasses.fields(MergeSettings)]
-    settings = {name: value for name, value in arguments.items() if name not in _NO_SETTINGS}
-    if unknown := sorted(set(settings) - set(known)):
-        raise ConfigError(f"{unknown[0]!r} is no option of a merge; there are {', '.join((*_NO_SETTINGS, *known))}")
-    try:
+
+    generalist: str
+    options: Mapping[str, Any]
+
+    def __post_init__(self):
+        check_name(self.generalist, "generalist")
+        known = [option.name for option in dataclasses.fields(MergeSettings)]
+        settings = {name: value for name, value in self.options.items() if name not in _NO_SETTINGS}
+        if unknown := sorted(set(map(str, settings)) - set(known)):
+            raise ConfigError(
+                f"{unknown[0]!r} is no option of a merge; there are {', '.join((*_NO_SETTINGS, *known))}"
+            )
         MergeSettings(**settings)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"an option of the merge has a value of the wrong type: {error}") from error
-    parse_size(arguments.get("max_shard_size", "5GB"))
-    if not (arguments.get("gate") is None or callable(arguments["gate"])):
-        raise ConfigError(f"gate={arguments['gate']!r} is not a function")
+        parse_size(self.options.get("max_shard_size", "5GB"))
+        agents, gate = self.options.get("agents"), self.options.get("gate")
+        is_list = isinstance(agents, list | tuple) and all(isinstance(agent, str) for agent in agents)
+        if agents is not None and not is_list:
+            raise ConfigError(f"agents={agents!r} is not a list of names")
+        if gate is not None and not callable(gate):
+            raise ConfigError(f"gate={gate!r} is not a function")
 
+    def check(self, registry: AgentRegistry, trained: str, base: Checkpoint) -> None:
+        """Find before training what would fail after it.
 
-def merge_command(registry: AgentRegistry, generalist: str, arguments: Mapping[str, Any]) -> str:
-    """The command line that does what [`integrate_agents`] does with these arguments."""
-    options: dict[str, list[Any]] = {"registry": [registry.path], "merge_to": [generalist]}
-    for name, value in arguments.items():
-        if name == "weights":
-            options[name] = [f"{agent}={weight}" for agent, weight in value.items()]
-        elif name == "gate" and value is not None:
-            options[name] = [_name(value)]
-        elif value is not None:
-            options[name] = list(value) if name == "agents" else [value]
-    words = [f"--{name} {' '.join(shlex.quote(str(value)) for value in values)}" for name, values in options.items()]
-    return "accelerate launch recipes/merge.py " + " ".join(words)
+        Args:
+            registry ([`AgentRegistry`]):
+                The registry.
+            trained (`str`):
+                Name of the agent that the run trains.
+            base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
+                Base model of the run.
+
+        Raises:
+            ConfigError: if the agents to merge leave out the one that is trained, or a weight is of none of them.
+            AgentNotFoundError: if one of the others is not there.
+            IncompatibleAgentError: if one of the others has another base.
+        """
+        registry.generalists.check_writable(self.generalist)
+        named = self.options.get("agents")
+        if named is not None and trained not in named:
+            raise ConfigError(
+                f"the agents to merge are {', '.join(named)}: {trained!r}, which is trained, is left out"
+            )
+        others = [registry.get(spec) for spec in (registry.names() if named is None else named) if spec != trained]
+        known = {trained, *(name for other in others for name in (other.name, str(other)))}
+        if unknown := sorted(set(self.options.get("weights") or ()) - known):
+            raise ConfigError(f"weights has {unknown[0]!r}, which will not be merged; there are {', '.join(known)}")
+        for other in others:
+            if differs_from_base(other, base):
+                raise IncompatibleAgentError(
+                    f"agent {other} has another base ({other.manifest.base_model.name}) than this run ({base.name}): "
+                    "leave it out with merge_config={'agents': [...]}, or carry it over with ram-trl rebase; train "
+                    "from a generalist without merge_to, then rebase and merge"
+                )
+
+    def command(self, registry: AgentRegistry) -> str:
+        """The command line that merges so."""
+        words: dict[str, list[Any]] = {"registry": [registry.path], "merge_to": [self.generalist]}
+        for name, value in self.options.items():
+            if name == "weights":
+                words[name] = [f"{agent}={weight}" for agent, weight in (value or {}).items()]
+            elif name == "agents":
+                words[name] = list(value or ())
+            elif value is not None:
+                words[name] = [gate_name(value) if name == "gate" else value]
+        options = [f"--{name} {shlex.join(map(str, values))}" for name, values in words.items() if values]
+        return f"accelerate launch recipes/merge.py {' '.join(options)}"
 
 
 def _manifest(generalist: str, plan: MergePlan) -> GeneralistManifest:
     settings = {**dataclasses.asdict(plan.settings), "weights": {}}
     for agent, weight in zip(plan.agents, plan.weights, strict=True):
         settings["weights"][str(agent)] = weight
+    recorded = plan.agents[0].manifest.base_model
     return GeneralistManifest(
         generalist=generalist,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ram_trl_version=__version__,
-        base_model=plan.agents[0].manifest.base_model,
+        # where it is now
+        base_model=dataclasses.replace(recorded, name=plan.base.name, revision=plan.base.revision),
         parents=[
             ParentRecord(agent=agent.name, version=agent.version, digest=agent.manifest.to_dict()["digest"])
             for agent in plan.agents
         ],
         settings=settings,
     )
-
-
-def _name(gate: Gate) -> str:
-    """`MODULE:FUNCTION` of a gate."""
-    # an object that can be called has a name only as a class
-    named = gate if hasattr(gate, "__qualname__") else type(gate)
-    return f"{named.__module__}:{named.__qualname__}"
-
-
-def _ask(gate: Gate, name: str, candidate: Path) -> str | None:
-    """What the gate has against a candidate, or `None`."""
-    try:
-        verdict = gate(candidate, read_json(candidate / "merge_report.json"))
-    except Exception as error:
-        logger.exception("the gate %s failed", name)
-        return f"the gate {name} failed: {type(error).__name__}: {error}"
-    if verdict is True:
-        return None
-    if isinstance(verdict, str) and verdict:
-        return verdict
-    if verdict is False:
-        return f"the gate {name} refused it"
-    return f"the gate {name} returned {verdict!r}, not True, False or a reason"

@@ -1,5 +1,6 @@
 """The plan of a merge, made from headers and records alone. Whatever can be refused is refused here."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -45,13 +46,22 @@ class MergeSettings:
     engine: str = "auto"
 
     def __post_init__(self):
+        try:
+            # numbers of NumPy, which a report in JSON has not
+            for name in ("r", "alpha", "epsilon"):
+                object.__setattr__(self, name, float(getattr(self, name)))
+            object.__setattr__(self, "seed", operator.index(self.seed))
+            weights = {str(agent): float(weight) for agent, weight in (self.weights or {}).items()}
+            object.__setattr__(self, "weights", weights)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"an option of the merge has a value of the wrong type: {error}") from error
         for name, value, choices in (
             ("method", self.method, METHODS),
             ("output_dtype", self.output_dtype, DTYPE_OPTIONS),
             ("rounding", self.rounding, ROUNDINGS),
             ("engine", self.engine, ENGINES),
         ):
-            if value not in choices:
+            if not isinstance(value, str) or value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}")
         for name, value in (("r", self.r), ("alpha", self.alpha), ("epsilon", self.epsilon)):
             if not 0 <= value <= _LARGEST:
@@ -157,7 +167,7 @@ def plan_merge(
     """
     chosen = list(registry) if agents is None else [registry.get(spec) for spec in agents]
     if not chosen:
-        raise ConfigError(f"no agent to merge: {registry.path} holds none")
+        raise ConfigError(f"no agent to merge: {f'{registry.path} holds none' if agents is None else 'none is named'}")
     for position, agent in enumerate(chosen):
         if (agent.name, agent.version) in [(other.name, other.version) for other in chosen[:position]]:
             raise ConfigError(f"agent {agent} is named twice in --agents")

@@ -87,6 +87,8 @@ class LiveRegistration:
     revision: str | None
     snapshot_dtype: str
     epsilon: float
+    # the base as it was when training began: a Hub repository may move on while it lasts
+    opened: tuple[str, str | None] | None = field(default=None, init=False)
     # dtypes of the base's tensors, known from `check` on
     base_dtypes: set[torch.dtype] = field(default_factory=set, init=False)
     # what an adapter took out of the base's weights when it was made, on rank 0; known from `check` on
@@ -119,7 +121,9 @@ class LiveRegistration:
         """
         world.run(lambda: check_backend(model))
         model = unwrap(model)
+        self.opened = None
         base = world.run(lambda: self._open_base(model))
+        self.opened = (base.name, base.revision)
         folder = None if output_dir is None else Path(output_dir)
         self.initial = self._initial_factors(model, base, world, folder, is_fresh)
         world.run(lambda: self._check(model, base, world, executed_in))
@@ -175,7 +179,7 @@ class LiveRegistration:
             return world.run(lambda: commit() if world.is_main else None)
 
     def _open_base(self, model: nn.Module) -> Checkpoint:
-        base = Checkpoint.open(self.base_model or base_name(model), self.revision)
+        base = Checkpoint.open(*(self.opened or (self.base_model or base_name(model), self.revision)))
         if isinstance(model, PeftModel):
             check_vocabulary(model, base)
         return base

@@ -4,22 +4,23 @@ What was trained from a generalist is registered against that generalist. To be 
 it needs that base: agent' = original + (agent - generalist).
 """
 
-import shutil
-from functools import partial
+import contextlib
+import functools
+from collections import Counter
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ..arithmetic.codec import DTYPE_OPTIONS, TILE_NUMEL
-from ..arithmetic.defaults import DEFAULT_EPSILON
+from ..arithmetic.codec import DTYPE_OPTIONS, TILE_NUMEL, is_mergeable
 from ..arithmetic.select import select
 from ..errors import BaseModelError, ConfigError
 from ..progress import Progress
 from ..storage.base_model import BaseDigests, open_recorded_base
 from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint
-from ..storage.durable import explain_os_errors, read_json
-from ..storage.manifest import GeneralistManifest, Manifest
+from ..storage.durable import explain_os_errors, read_json, write_json
+from ..storage.manifest import BaseRecord, GeneralistManifest, Manifest
 from ..storage.registry import ADAPTER, AgentRegistry, RegisteredAgent
 from ..storage.tensor_file import TensorInfo
 from ..storage.versions import MANIFEST
@@ -37,34 +38,35 @@ def rebase_agent(
     registry: AgentRegistry | str,
     agent: str,
     *,
-    base_model: str | None = None,
+    new_base: str | None = None,
     revision: str | None = None,
-    present_base: str | None = None,
+    base_model: str | None = None,
     snapshot_dtype: str = "auto",
-    epsilon: float = DEFAULT_EPSILON,
+    epsilon: float | None = None,
     progress: Progress | None = None,
 ) -> RegisteredAgent:
     """Register an agent anew, against another base.
 
     Exact are the factors of a LoRA agent, and of a full one every parameter in which both bases agree. Elsewhere the
     sum is rounded to the new base's dtype, or kept in float32; `manifest.snapshot.hidden_update` says which share of
-    the update that took away.
+    the update the rounding took away.
 
     Args:
         registry ([`AgentRegistry`] or `str`):
             The registry.
         agent (`str`):
             `"math"` (its latest version) or `"math@v2"`.
-        base_model (`str`, *optional*):
+        new_base (`str`, *optional*):
             Directory or Hub id of the new base; by default the base of the generalist that the agent was trained from.
         revision (`str`, *optional*):
             Revision of the new base on the Hub.
-        present_base (`str`, *optional*):
+        base_model (`str`, *optional*):
             Where the agent's present base is now, if not where it was.
         snapshot_dtype (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` rounds to the new base's dtype if the agent was stored in 16 bits. `"float32"` does not round.
-        epsilon (`float`, *optional*, defaults to `1e-5`):
-            Where values are stored in float32, changes of at most this size are not stored.
+            `"auto"` rounds to the new base's dtype, unless some of the agent is stored in float32. `"float32"` does
+            not round.
+        epsilon (`float`, *optional*):
+            Where values are stored in float32, changes of at most this size are not stored; by default as they were.
         progress (`Callable`, *optional*):
             Called with what is being done, the bytes done and the bytes to do.
 
@@ -72,38 +74,54 @@ def rebase_agent(
         [`RegisteredAgent`]: the new version of the same agent, durable when this returns.
 
     Raises:
-        BaseModelError: if a base cannot be had, or they are not models of one kind.
+        BaseModelError: if a base cannot be had, is not the recorded one, or they are not models of one kind.
         ConfigError: if the agent has that base already.
     """
     registry = AgentRegistry(registry)
     registered = registry.get(agent)
+    stored_epsilon = registered.manifest.snapshot.epsilon
+    epsilon = stored_epsilon if epsilon is None else epsilon
     check_options(registered.name, snapshot_dtype, epsilon)
+    if revision is not None and new_base is None:
+        raise ConfigError("revision is that of the new base: name it with new_base (--new_base)")
     registered.verify()
-    old = open_recorded_base(registered, present_base)
-    if base_model is None:
-        base_model, revision = _base_of_generalist(registered, old)
-    new = Checkpoint.open(base_model, revision)
+    old = open_recorded_base(registered, base_model)
+    expected = None
+    if new_base is None:
+        expected = _base_of_generalist(registered, old)
+        new_base, revision = expected.name, expected.revision
+    new = Checkpoint.open(new_base, revision)
     _check_alike(old, new)
-    with registry.stage(registered.name) as staged:
+    digests = BaseDigests(old, registered.tensors())
+    with registry.stage(registered.name) as staged, contextlib.closing(open_task_vector(registered)) as vector:
         if registered.manifest.kind == "lora":
-            manifest = _carry_adapter(staged, registered, new, progress)
+            manifest = _carry_adapter(staged, registered, old, new, digests, progress)
         else:
-            dtype = DTYPE_OPTIONS[snapshot_dtype] or getattr(torch, registered.manifest.snapshot.dtype)
-            manifest = _carry_deltas(staged, registered, old, new, dtype, epsilon, progress)
+            dtype = DTYPE_OPTIONS[snapshot_dtype] or _rounded_to(registered, new)
+            manifest = _carry_deltas(staged, vector, old, new, digests, dtype, epsilon, progress)
+            # what was not stored then is not there now
+            manifest.snapshot.epsilon = max(manifest.snapshot.epsilon, stored_epsilon)
+        for source in (old, new, vector):
+            source.check_unchanged()
         if manifest.base_model.digest == registered.manifest.base_model.digest:
             raise ConfigError(f"agent {registered} has the base {new.name} already")
+        if expected is not None and manifest.base_model.digest != expected.digest:
+            raise BaseModelError(
+                f"{new.name} is not the base that the generalist was merged over: its weights changed; restore them, "
+                "or name their directory with --new_base"
+            )
         manifest.agent = registered.name
         manifest.training = {**registered.manifest.training, "rebased_from": str(registered)}
         return registry.commit(staged, manifest)
 
 
-def _base_of_generalist(agent: RegisteredAgent, base: Checkpoint) -> tuple[str, str | None]:
-    """Name and revision of the base of the generalist that an agent was trained from."""
+def _base_of_generalist(agent: RegisteredAgent, base: Checkpoint) -> BaseRecord:
+    """The base of the generalist that an agent was trained from."""
     path = base.path / MANIFEST
-    if not path.exists():
-        raise BaseModelError(f"agent {agent} was not trained from a generalist: name the new base with --base_model")
-    record = GeneralistManifest.from_dict(read_json(path), str(path)).base_model
-    return record.name, record.revision
+    content = read_json(path) if path.exists() else {}
+    if "generalist" not in content:
+        raise BaseModelError(f"agent {agent} was not trained from a generalist: name the new base with --new_base")
+    return GeneralistManifest.from_dict(content, str(path)).base_model
 
 
 def _check_alike(old: Checkpoint, new: Checkpoint) -> None:
@@ -117,26 +135,53 @@ def _check_alike(old: Checkpoint, new: Checkpoint) -> None:
         )
 
 
-def _carry_adapter(staged: Path, agent: RegisteredAgent, new: Checkpoint, progress: Progress | None) -> Manifest:
+def _rounded_to(agent: RegisteredAgent, new: Checkpoint) -> torch.dtype:
+    """The dtype that most of the new base has; float32 if the agent has values in that."""
+    if any(record.stored == "F32" for record in agent.tensors().values()):
+        return torch.float32
+    numel: Counter[torch.dtype] = Counter()
+    for info in new.tensors.values():
+        if is_mergeable(info.dtype):
+            numel[info.dtype] += info.numel
+    return numel.most_common(1)[0][0]
+
+
+def _carry_adapter(
+    staged: Path,
+    agent: RegisteredAgent,
+    old: Checkpoint,
+    new: Checkpoint,
+    digests: BaseDigests,
+    progress: Progress | None,
+) -> Manifest:
+    """The factors stay as they are; a module that was trained in full beside them is carried over."""
     lora = agent.adapter_map()
     check_targets(lora, new)
-    with explain_os_errors(f"copying the adapter to {staged}"):
-        for name in (ADAPTER, ADAPTER_CONFIG):
-            shutil.copyfile(agent.path / name, staged / name)
+    base_of = {record.replaced_by: name for name, record in lora.items() if record.replaced_by is not None}
+    with contextlib.closing(agent.open_weights()) as file:
+        state = {key: file.read(key).view(info.shape) for key, info in file.tensors.items()}
+    for key, name in base_of.items():
+        digests.compare(name, old.digest(name))
+        moved = _moved(state[key].float().view(-1), old.read(name), new.read(name))
+        state[key] = moved.view(state[key].shape).to(state[key].dtype)
+    with explain_os_errors(f"writing the adapter to {staged}"):
+        save_file(state, staged / ADAPTER, metadata={"format": "pt"})
+        config = read_json(agent.path / ADAPTER_CONFIG)
+        write_json(staged / ADAPTER_CONFIG, {**config, "base_model_name_or_path": new.name})
     dtype = getattr(torch, agent.manifest.snapshot.dtype)
     return write_lora_records(staged, new, lora, dtype, progress)
 
 
 def _carry_deltas(
     staged: Path,
-    agent: RegisteredAgent,
+    vector: TaskVector,
     old: Checkpoint,
     new: Checkpoint,
+    digests: BaseDigests,
     dtype: torch.dtype,
     epsilon: float,
     progress: Progress | None,
 ) -> Manifest:
-    vector, digests = open_task_vector(agent), BaseDigests(old, agent.tensors())
     infos = [info for info in new.tensors.values() if info.name not in new.tied]
     done, total = 0, sum(info.nbytes for info in infos)
     with FullSnapshot(staged, new, dtype, epsilon) as snapshot:
@@ -145,12 +190,11 @@ def _carry_deltas(
                 digests.compare(info.name, old.digest(info.name))
                 snapshot.add(_carried(info, vector, old, new))
             else:
-                snapshot.add(AgentTensor(info.name, info.dtype, info.shape, partial(new.read, info.name)))
+                snapshot.add(AgentTensor(info.name, info.dtype, info.shape, functools.partial(new.read, info.name)))
             done += info.nbytes
             if progress:
                 progress("rebase", done, total)
         records, record = snapshot.finish()
-    vector.close()
     return build_manifest("full", new, records, record)
 
 
@@ -158,14 +202,17 @@ def _carried(info: TensorInfo, vector: TaskVector, old: Checkpoint, new: Checkpo
     """A tensor of the agent over the new base, in float32."""
 
     def read(start: int, stop: int) -> Tensor:
-        base, moved = old.read(info.name, start, stop), new.read(info.name, start, stop).float()
-        tiles = []
+        base, tiles = old.read(info.name, start, stop), []
         for offset in range(0, stop - start, TILE_NUMEL):
             tile = base[offset : offset + TILE_NUMEL]
             trained = vector.agent_tile(info.name, start + offset, tile)
             tiles.append(tile.float() if trained is None else trained.float())
-        trained, base = torch.cat(tiles), base.float()
-        # where the bases agree the agent keeps its own bits: base + (agent - base) need not be the agent
-        return select(base == moved, trained, moved + (trained - base))
+        return _moved(torch.cat(tiles), base, new.read(info.name, start, stop))
 
     return AgentTensor(info.name, torch.float32, info.shape, read)
+
+
+def _moved(trained: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """new + (trained - old) in float32; where the bases agree the agent keeps its own bits, which the sum may not."""
+    old, new = old.float(), new.float()
+    return select(old == new, trained, new + (trained - old))

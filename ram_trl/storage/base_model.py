@@ -9,7 +9,10 @@ from .registry import RegisteredAgent
 from .tensor_file import DTYPE_NAMES, join_digests, num_pieces
 
 
-__all__ = ["BaseDigests", "check_records", "check_same_base", "open_recorded_base"]
+__all__ = ["BaseDigests", "check_records", "check_same_base", "differs_from_base", "open_recorded_base"]
+
+# Bytes that are looked at to tell one base from another before anything is known of its weights.
+_LOOK = 1 << 26
 
 
 def check_same_base(agents: list[RegisteredAgent]) -> None:
@@ -84,6 +87,24 @@ def check_records(agent: RegisteredAgent, base: Checkpoint) -> None:
                 f"{base.name} is not the base of agent {agent}: tensor {name!r} is {DTYPE_NAMES[info.dtype]} "
                 f"{list(info.shape)}, recorded was {record.dtype} {record.shape}"
             )
+
+
+def differs_from_base(agent: RegisteredAgent, base: Checkpoint) -> bool:
+    """Whether a model is certainly not an agent's base, from headers and from the digests of its smallest matrices."""
+    records, seen = agent.tensors(), 0
+    if {name: record.shape for name, record in records.items()} != {
+        info.name: list(info.shape) for info in base.tensors.values()
+    }:
+        return True
+    # training in 16 bits seldom moves a norm
+    matrices = [info for info in base.tensors.values() if len(info.shape) > 1]
+    for info in sorted(matrices, key=lambda info: info.nbytes):
+        if base.digest(info.name) != records[info.name].base:
+            return True
+        seen += info.nbytes
+        if seen > _LOOK:
+            break
+    return False
 
 
 class BaseDigests:

@@ -26,7 +26,15 @@ SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # What a model directory holds besides its weights and is wanted in a merged model too.
 _MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "additional_chat_templates/*", "LICENSE*", "NOTICE*")
-_NOT_MODEL_FILES = (ADAPTER_CONFIG, INDEX, "trainer_state.json", "merge_report.json", "all_results.json")
+_NOT_MODEL_FILES = (
+    ADAPTER_CONFIG,
+    INDEX,
+    "trainer_state.json",
+    "merge_report.json",
+    "all_results.json",
+    # of a generalist; what is made of it is another thing
+    "manifest.json",
+)
 _DOWNLOADED = ("*.safetensors", *_MODEL_FILES)
 # Second copies of the weights in other layouts.
 _NOT_DOWNLOADED = ("original/*", "consolidated*")

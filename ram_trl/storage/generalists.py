@@ -11,6 +11,7 @@ from a generalist has to name a version, because the base of a run must not move
 """
 
 import contextlib
+import fcntl
 import os
 import uuid
 from collections.abc import Iterator
@@ -116,7 +117,9 @@ class GeneralistStore:
                 f"{', '.join(f'{name}@v{number}' for number in numbers)}"
             )
         if number not in self.versions(name):
-            raise CorruptedFileError(f"{self._store.path / name / _LATEST} names v{number}, which is not there")
+            raise CorruptedFileError(
+                f"{self._store.path / name / _LATEST} names v{number}, which is not there: promote another"
+            )
         path = self._store.version_dir(name, number)
         manifest = GeneralistManifest.from_dict(read_json(path / MANIFEST), str(path / MANIFEST))
         if manifest.generalist != name:
@@ -131,7 +134,7 @@ class GeneralistStore:
             return None
         number = read_json(path).get("version")
         if type(number) is not int or number < 1:
-            raise CorruptedFileError(f"{path} does not name a version")
+            raise CorruptedFileError(f"{path} does not name a version: promote one with ram-trl promote")
         return number
 
     def promote(self, spec: str) -> Generalist:
@@ -140,11 +143,15 @@ class GeneralistStore:
         Args:
             spec (`str`):
                 `"generalist@v2"`; an earlier version than the present one, to go back, or one that the gate refused.
+
+        Raises:
+            CorruptedFileError: if its files are not those that were merged.
         """
         if "@" not in spec:
             raise ConfigError(f"promote a version: {spec}@v2")
         generalist = self.get(spec)
-        with explain_os_errors(f"promoting {generalist}"):
+        generalist.verify()
+        with explain_os_errors(f"promoting {generalist}"), self._locked(generalist.name):
             self._point(generalist.name, generalist.version)
         return generalist
 
@@ -153,9 +160,10 @@ class GeneralistStore:
 
         Raises:
             InvalidNameError: if it is not a name.
+            CorruptedFileError: if what says which version is the latest is damaged.
             StorageError: if nothing can be written.
         """
-        check_name(name, "generalist")
+        self.latest(name)
         with explain_os_errors(f"writing to the registry {self._registry}"):
             self._store.check_writable()
 
@@ -166,16 +174,56 @@ class GeneralistStore:
             yield staged
 
     def commit(self, staged: Path, manifest: GeneralistManifest) -> Generalist:
-        """Make a staged model the generalist's next version and, if no gate refused it, the latest."""
+        """Make a staged model the generalist's next version and, if no gate refused it, the latest.
+
+        Raises:
+            StorageError: if it cannot be written; if it could, but not made the latest, the message says so.
+        """
         name = manifest.generalist
         with explain_os_errors(f"adding a version of generalist {name}"):
             manifest.files = file_records(staged)
             write_json(staged / MANIFEST, manifest.to_dict())
-            number = self._store.commit(name, staged)
-            # of two merges at once the one that ends later need not be the newer
-            if manifest.refused is None and number > (self.latest(name) or 0):
-                self._point(name, number)
-        return Generalist(name, number, self._store.version_dir(name, number), manifest)
+            number = self._store.commit(name, staged, above=self.latest(name) or 0)
+        merged = Generalist(name, number, self._store.version_dir(name, number), manifest)
+        if manifest.refused is None:
+            promote = f"ram-trl promote --registry {self._registry} --generalist {merged}"
+            with explain_os_errors(f"{merged} is there; making it the latest ({promote})"):
+                with self._locked(name):
+                    # of two merges at once the one that ends later need not be the newer
+                    if number > (self.latest(name) or 0):
+                        self._point(name, number)
+        return merged
+
+    def remove(self, spec: str) -> list[str]:
+        """Remove one version (`"generalist@v2"`), or a generalist with all of its versions (`"generalist"`).
+
+        Returns:
+            `list[str]`: the versions that were removed. Their numbers are not used again.
+
+        Raises:
+            ConfigError: if the version is the latest and others would be left: promote another one first.
+        """
+        name, numbers = self._store.find(spec)
+        with explain_os_errors(f"removing generalist {spec}"), self._locked(name):
+            if "@" in spec and self.versions(name) != numbers and self.latest(name) == numbers[0]:
+                raise ConfigError(f"{spec} is the latest of {name}: promote another version, then remove it")
+            if numbers == self.versions(name):
+                (self._store.path / name / _LATEST).unlink(missing_ok=True)
+            for number in numbers:
+                self._store.remove(name, number)
+        return [f"{name}@v{number}" for number in numbers]
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Nobody else on this machine reads and moves the alias meanwhile."""
+        folder = os.open(self._store.path / name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # a file system that has no locks has to do without
+            with contextlib.suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _point(self, name: str, number: int) -> None:
         folder = self._store.path / name

@@ -285,7 +285,7 @@ def _unseal(content: dict[str, Any], manifest_class: type, where: str) -> dict[s
         )
     content = dict(content)
     if "digest" not in content:
-        raise CorruptedFileError(f"{where} has no digest: register the agent again")
+        raise CorruptedFileError(f"{where} has no digest: it was not written by ram_trl")
     if content.pop("digest") != _digest(content):
         raise CorruptedFileError(f"{where} is not what was registered: its digest differs")
     if missing := sorted({field.name for field in dataclasses.fields(manifest_class)} - set(content)):

@@ -204,7 +204,7 @@ class AgentRegistry:
 
     def _find(self, spec: str) -> tuple[str, list[int]]:
         # a name is refused before the registry is missed
-        check_agent_name(spec.partition("@")[0])
+        check_agent_name(spec.partition("@")[0] if isinstance(spec, str) else spec)
         self.names()
         return self._store.find(spec)
 

@@ -96,14 +96,14 @@ class VersionStore:
         with needed_dirs(self.path / name), staging_dir(self.path / name) as staged:
             yield staged
 
-    def commit(self, name: str, staged: Path) -> int:
-        """Make a staged directory durable and the next version of its name.
+    def commit(self, name: str, staged: Path, above: int = 0) -> int:
+        """Make a staged directory durable and the next version of its name, with a number above `above`.
 
         Returns:
             `int`: the number that it got.
         """
         while True:
-            number = 1 + max([0, *self.versions(name), *self._numbers(name, _REMOVED)])
+            number = 1 + max([above, *self.versions(name), *self._numbers(name, _REMOVED)])
             try:
                 publish(staged, self.version_dir(name, number))
             except FileExistsError:
@@ -124,6 +124,8 @@ class VersionStore:
             hidden.unlink()
 
     def _parse(self, spec: str) -> tuple[str, int | None]:
+        if not isinstance(spec, str):
+            raise InvalidNameError(f"{spec!r} is not a name: write it like math or math@v2")
         name, separator, version = spec.partition("@")
         check_name(name, self._kind)
         if not separator:
@@ -149,7 +151,7 @@ def check_name(name: str, kind: str) -> None:
     Raises:
         InvalidNameError: if it is not a valid name.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         article = "an" if kind[0] in "aeiou" else "a"
         raise InvalidNameError(
             f"{name!r} is not a name for {article} {kind}: use up to 96 letters, digits, '.', '_' and '-', "
@@ -158,11 +160,11 @@ def check_name(name: str, kind: str) -> None:
 
 
 def file_records(staged: Path) -> dict[str, FileRecord]:
-    """Sizes and digests of the files of a directory."""
+    """Sizes and digests of the files of a directory; the manifest itself is still to be written."""
     return {
         str(file.relative_to(staged)): FileRecord(size=file.stat().st_size, blake3=digest_file(file))
         for file in sorted(staged.rglob("*"))
-        if not file.is_dir()
+        if not file.is_dir() and file != staged / MANIFEST
     }
 
 
