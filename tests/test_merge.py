@@ -349,6 +349,7 @@ def test_the_report_has_all_its_fields_and_is_what_was_returned(published):
     fields = "method r alpha epsilon seed base_model total_parameters agents overlap_histogram rounding output_dtype"
     assert set(fields.split()) <= set(report)
     columns = "name version kind changed shared unique density rho lambda effective_lambda weight".split()
+    columns.append("hidden_update")
     assert [list(row) for row in report["agents"]] and all(set(columns) <= set(row) for row in report["agents"])
     assert [(row["name"], row["version"], row["kind"]) for row in report["agents"]] == [
         ("code", 1, "full"),

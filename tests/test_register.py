@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ram_trl import AgentRegistry, register_agent, restore_agent
+from ram_trl import AgentRegistry, merge_agents, register_agent, restore_agent
 from ram_trl.errors import (
     AgentNotFoundError,
     BaseModelError,
@@ -199,6 +199,7 @@ def test_rounding_a_float32_agent_reports_what_it_hides(zoo, tmp_path, wanted):
     assert snapshot.changed == sum(int((rounded[name] != before[name]).sum()) for name in before)
     assert 0 < snapshot.changed < snapshot.changed_by_training
     assert snapshot.hidden_update == pytest.approx(hidden / sum(float(u.abs().sum()) for u in updates.values()))
+    assert merge_agents(registry, None)["agents"][0]["hidden_update"] == snapshot.hidden_update
     assert_same_bits(restored(tmp_path, registry), rounded)
 
 

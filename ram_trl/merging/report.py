@@ -53,6 +53,8 @@ def build_report(
             "rho": "inf" if math.isinf(rho) else rho,
             "lambda": factors[position],
             "weight": plan.weights[position],
+            # of an agent that was rounded to the base's dtype: the share of its update that this took away
+            "hidden_update": agent.manifest.snapshot.hidden_update,
         }
         if magnitudes is not None:
             row["effective_lambda"] = _ratio(
