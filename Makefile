@@ -8,8 +8,8 @@ export HF_HUB_OFFLINE := 1
 quickstart: $(VENV)/installed  ## Train three agents, register, merge with RAM+, compare. FRESH=1 starts over
 	$(RUN) recipes/quickstart.py $(if $(FRESH),--fresh)
 
-test: $(VENV)/installed  ## The whole test suite
-	$(RUN) -m pytest
+test: $(VENV)/installed  ## The whole test suite, two files at a time
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 matrix: $(VENV)/installed  ## Backend x kind x dtype, each a real run: pass, or the refusal, as a Markdown table
 	$(RUN) -m pytest --quiet --capture=no --no-header tests/test_backends.py

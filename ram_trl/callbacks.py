@@ -198,6 +198,9 @@ class RAMRegistryCallback(TrainerCallback):
                     registry, integration.generalist, world=world, progress=progress, **integration.options
                 )
         except Exception as error:
+            if self.error is not None:
+                # a process ended while the agent was registered
+                return
             _release_frames(error)
             self.error = error
             if world.is_main:

@@ -92,7 +92,7 @@ def faults(folder: Path, base: str, moe: str) -> dict[str, Any]:
         outcomes[f"begin on {rank}"] = trained(folder, base, "begin", base_model=Path(base).name)
     for rank in (0, 1):
         for name, strict in (("provenance", False), ("strict", True)):
-            with broken(callbacks, "_provenance", unforeseen, rank):
+            with broken(callbacks, "provenance", unforeseen, rank):
                 outcomes[f"{name} on {rank}"] = trained(folder, base, name, strict=strict)
     for name, fault in {
         "gathering on 0": broken(FullSnapshot, "add", unforeseen, 0, call=3),

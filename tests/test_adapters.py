@@ -30,7 +30,7 @@ from trl import GRPOTrainer
 
 from ram_trl import AgentRegistry, RAMRegistryCallback, register_agent
 from ram_trl.distributed import SINGLE
-from ram_trl.errors import NonFiniteError, UnsupportedModelError
+from ram_trl.errors import IncompatibleAgentError, NonFiniteError, UnsupportedModelError
 from ram_trl.registering.live import LiveRegistration
 from ram_trl.storage.registry import RegisteredAgent
 
@@ -62,13 +62,13 @@ def move(model: torch.nn.Module) -> None:
 OPTIONS = {"base_model": None, "revision": None, "snapshot_dtype": "auto", "epsilon": 0.0}
 
 
-def register(model: PeftModel, base: Path, registry: Path, **options) -> RegisteredAgent:
+def register(model: PeftModel, base: Path, registry: Path, is_fresh: bool = True, **options) -> RegisteredAgent:
     """Register the model, and see that it is as it was before."""
     options = {**OPTIONS, "base_model": str(base), **options}
     live = LiveRegistration(registry=AgentRegistry(registry), agent="agent", **options)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    live.check(model, SINGLE)
+    live.check(model, SINGLE, is_fresh=is_fresh)
     registered = live.register(model, SINGLE, None, {})
     after = model.state_dict()
     assert after.keys() == before.keys()
@@ -238,9 +238,22 @@ def test_what_repeated_merging_left_in_the_base_is_not_taken_for_training(zoo: Z
         model.unmerge_adapter()
     drifted = merged_by_peft(model, tmp_path / "drifted")
     assert any(not torch.equal(drifted[name], merged[name]) for name in merged)
-    register(model, base, tmp_path / "registry")
+    register(model, base, tmp_path / "registry", is_fresh=False)
     actual = restored_weights(tmp_path / "registry", "agent", tmp_path / "back")
     assert_same_weights(actual, rounded(merged, base))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_on_a_model_that_is_not_its_base_is_refused(zoo: Zoo, tmp_path, dora):
+    base = zoo.base("qwen2_untied")
+    # what was trained before, merged in memory: the model still has the name of the base
+    before = adapted(base, LoraConfig(**LORA)).merge_and_unload()
+    model = get_peft_model(before, LoraConfig(**LORA, use_dora=dora))
+    with pytest.raises(IncompatibleAgentError, match=r"whose '.*q_proj.weight' is not that of the base .*: save that"):
+        register(model, base, tmp_path / "registry")
+    before.save_pretrained(tmp_path / "saved")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), LoraConfig(**LORA, use_dora=dora))
+    register(model, tmp_path / "saved", tmp_path / "registry")
 
 
 @pytest.mark.parametrize("init", [True, "pissa"])
@@ -249,7 +262,7 @@ def test_a_model_that_is_merged_just_now_is_registered_all_the_same(zoo: Zoo, tm
     model = adapted(base, LoraConfig(**LORA, use_dora=True, init_lora_weights=init))
     merged = merged_by_peft(model, tmp_path / "merged")
     model.merge_adapter()
-    register(model, base, tmp_path / "registry", snapshot_dtype="float32")
+    register(model, base, tmp_path / "registry", is_fresh=False, snapshot_dtype="float32")
     assert_same_weights(restored_weights(tmp_path / "registry", "agent", tmp_path / "back"), merged)
 
 

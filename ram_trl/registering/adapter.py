@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..arithmetic.codec import is_mergeable
 from ..errors import IncompatibleAgentError, UnsupportedModelError
 from ..storage.checkpoint import INPUT_EMBEDDINGS, OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import LoraRecord
-from ..storage.tensor_file import DTYPE_NAMES
 
 
 __all__ = [
@@ -227,7 +227,7 @@ def map_adapter(
             records[name] = LoraRecord(replaced_by=key)
     check_targets(records, base)
     for name, record in records.items():
-        if "F" not in DTYPE_NAMES[base.tensors[name].dtype]:
+        if not is_mergeable(base.tensors[name].dtype):
             raise UnsupportedModelError(
                 f"base tensor {name!r} is quantised ({base.tensors[name].dtype}): register against the original base"
             )

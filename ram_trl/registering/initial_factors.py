@@ -83,7 +83,8 @@ def find_initial_factors(
         if info is None or info.numel != weight.numel() or not weight.is_floating_point():
             return None
         original = base.read(f"{module}.weight").float()
-        largest = max(float(original.abs().max()), float(weight.abs().max()))
+        held = weight.cpu().reshape(-1).float()
+        largest = max(float(original.abs().max()), float(held.abs().max()))
         tolerance = max(torch.finfo(weight.dtype).eps, _TOLERANCE) * largest
         names = {name for name in shapes if "lora_" in name}
         for factors in [*candidates, *kept]:
@@ -91,7 +92,7 @@ def find_initial_factors(
                 continue
             factor_a, factor_b = (factors[f"{PREFIX}{module}.lora_{factor}.weight"] for factor in "AB")
             pair = LoraFactors.from_peft(factor_a, factor_b, float(layer.scaling[adapter]), layer.fan_in_fan_out)
-            restored = weight.cpu().reshape(-1).float() + lora_delta(pair, 0, original.numel())
+            restored = held + lora_delta(pair, 0, original.numel())
             if float((restored - original).abs().max()) <= tolerance:
                 return factors
         return None

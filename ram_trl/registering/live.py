@@ -32,6 +32,7 @@ from .initial_factors import find_initial_factors, save_initial_factors, takes_o
 from .live_adapter import (
     adapter_shapes,
     check_adapter,
+    check_memory,
     check_vocabulary,
     gather_adapter,
     live_features,
@@ -46,6 +47,7 @@ from .live_model import (
     has_trained_head,
     named_tensors,
     on_meta,
+    reshard,
     unconverted_names,
     unwrap,
 )
@@ -121,12 +123,16 @@ class LiveRegistration:
         """
         world.run(lambda: check_backend(model))
         model = unwrap(model)
-        self.opened = None
+        reshard(model)
+        is_first, self.opened = self.opened is None, None
         base = world.run(lambda: self._open_base(model))
         self.opened = (base.name, base.revision)
         folder = None if output_dir is None else Path(output_dir)
         self.initial = self._initial_factors(model, base, world, folder, is_fresh)
         world.run(lambda: self._check(model, base, world, executed_in))
+        if isinstance(model, PeftModel) and is_fresh and is_first and not takes_out_of_base(model):
+            # later, merging for vLLM may have left its rounding in the weights
+            world.run(lambda: check_memory(model, base))
         is_kept = world.is_main and self.initial is not None and folder is not None
         world.run(lambda: save_initial_factors(self.initial, folder) if is_kept else None)
 
@@ -159,6 +165,7 @@ class LiveRegistration:
             RamTrlError: on all ranks.
         """
         model = unwrap(model)
+        reshard(model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(all_cores())
             base = world.run(lambda: self._open_base(model) if world.is_main else None)

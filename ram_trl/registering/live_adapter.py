@@ -4,13 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import Embedding, Linear, LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed import World
+from ..errors import IncompatibleAgentError
 from ..progress import Progress
-from ..sharded import full_parameter
+from ..sharded import full_parameter, is_sharded
 from ..storage.checkpoint import INPUT_EMBEDDINGS, OUTPUT_HEAD, Checkpoint
 from ..storage.manifest import Manifest
 from .adapter import PREFIX, AdapterLayer, adapter_features, map_adapter
@@ -23,6 +25,7 @@ from .records import save_adapter, write_lora_records
 __all__ = [
     "adapter_shapes",
     "check_adapter",
+    "check_memory",
     "check_vocabulary",
     "gather_adapter",
     "live_features",
@@ -71,6 +74,29 @@ def check_adapter(model: PeftModel, base: Checkpoint) -> None:
     [adapter] = model.active_adapters
     config = model.peft_config[adapter].to_dict()
     map_adapter(adapter_shapes(model, adapter), config, base, _adapter_layers(model, adapter))
+
+
+def check_memory(model: PeftModel, base: Checkpoint) -> None:
+    """Refuse an adapter whose base in memory is not the base on disk: what it was merged with before would be lost.
+
+    The first and the last adapted weights are compared, where they are whole and not quantised.
+
+    Raises:
+        IncompatibleAgentError: naming the first that differs.
+    """
+    held = {
+        strip_wrappers(name).removeprefix(PREFIX).replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith(".base_layer.weight") and type(parameter) is nn.Parameter and not is_sharded(parameter)
+    }
+    names = [name for name in held if name in base.tensors and held[name].shape == base.tensors[name].shape]
+    for name in (*names[:1], *names[-1:]):
+        original = base.read(name).to(held[name].dtype)
+        if not torch.equal(held[name].detach().cpu().reshape(-1), original):
+            raise IncompatibleAgentError(
+                f"the adapter was added to a model whose {name!r} is not that of the base {base.name}: save that "
+                "model (save_pretrained), load it again, and train from that"
+            )
 
 
 def check_vocabulary(model: PeftModel, base: Checkpoint) -> None:
@@ -170,9 +196,11 @@ def gather_adapter(model: PeftModel, keep: bool) -> dict[str, Tensor]:
 
 def _adapter_state(model: PeftModel, adapter: str, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """PEFT's state dict of an adapter, `take` applied to each held parameter."""
+    # PEFT looks modules up by the names that they have in memory, wrapped ones too
     state: dict[str, Any] = {
-        strip_wrappers(name): take(parameter)
+        name: take(parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad or "lora_" in name or "modules_to_save" in name
     }
-    return get_peft_model_state_dict(model, state, adapter_name=adapter, save_embedding_layers=False)
+    saved = get_peft_model_state_dict(model, state, adapter_name=adapter, save_embedding_layers=False)
+    return {strip_wrappers(name): value for name, value in saved.items()}

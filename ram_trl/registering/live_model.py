@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,6 +24,7 @@ __all__ = [
     "has_trained_head",
     "named_tensors",
     "on_meta",
+    "reshard",
     "strip_wrappers",
     "unconverted_names",
     "unwrap",
@@ -57,6 +58,13 @@ def check_backend(model: nn.Module) -> None:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside of torch.compile and data parallelism."""
     return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 give back what it gathered for a forward pass: those copies are in the dtype of mixed precision."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def base_name(model: nn.Module) -> str:

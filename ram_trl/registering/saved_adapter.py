@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..distributed import SINGLE
-from ..errors import UnsupportedModelError
+from ..errors import IncompatibleAgentError, UnsupportedModelError
 from ..progress import Progress
 from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint
 from ..storage.durable import explain_os_errors, read_json
@@ -91,7 +91,13 @@ def _changed_writer(
             f"{INITIAL_FACTORS} from the output_dir of its run beside the adapter; else {MERGE_FIRST}"
         )
     state = {name: trained.read(name).view(info.shape) for name, info in trained.tensors.items()}
-    plain, state = without_initial_factors(LoraConfig.from_pretrained(trained.path), state, load_file(initial))
+    started = load_file(initial)
+    for name, tensor in state.items():
+        if "lora_" in name and (name not in started or started[name].shape != tensor.shape):
+            raise IncompatibleAgentError(
+                f"{initial} is not of this adapter: {name!r} is not in it, or of another shape"
+            )
+    plain, state = without_initial_factors(LoraConfig.from_pretrained(trained.path), state, started)
     lora = map_adapter({name: tuple(tensor.shape) for name, tensor in state.items()}, plain.to_dict(), base)
 
     def write(staged: Path) -> Manifest:
