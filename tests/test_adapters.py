@@ -248,10 +248,10 @@ def test_an_adapter_on_a_model_that_is_not_its_base_is_refused(zoo: Zoo, tmp_pat
     base = zoo.base("qwen2_untied")
     # what was trained before, merged in memory: the model still has the name of the base
     before = adapted(base, LoraConfig(**LORA)).merge_and_unload()
+    before.save_pretrained(tmp_path / "saved")
     model = get_peft_model(before, LoraConfig(**LORA, use_dora=dora))
     with pytest.raises(IncompatibleAgentError, match=r"whose '.*q_proj.weight' is not that of the base .*: save that"):
         register(model, base, tmp_path / "registry")
-    before.save_pretrained(tmp_path / "saved")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), LoraConfig(**LORA, use_dora=dora))
     register(model, tmp_path / "saved", tmp_path / "registry")
 
