@@ -15,12 +15,11 @@ import argparse
 import itertools
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from journey import Job, Journey, console
+from journey import Job, Journey, console, open_root
 from rich import box
 from rich.table import Table
 
@@ -33,8 +32,7 @@ LORA_AGENT = "sort"
 GENERALIST, GATE = "generalist", "toy_gate:no_task_below_base"
 NUM_PROMPTS = 1000
 EVALUATION_SEED = 0
-# Tells a directory of the demonstration from any other; only what is named here is ever removed from it.
-MARKER = ".ram_trl_continual"
+# Only what is named here is ever removed from the directory.
 MADE = ("base", "registry", "runs", "logs", "finished")
 COLOURS = {"reverse": "#0072B2", "sort": "#E69F00", "next": "#009E73", "mean": "#000000"}
 
@@ -156,15 +154,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the pre-training and of the agents")
     parser.add_argument("--fresh", action="store_true", help="remove what earlier runs have finished and start over")
     args = parser.parse_args()
-    started, root = time.monotonic(), Path(args.output_dir).resolve()
-    if root.exists() and not (root.is_dir() and ((root / MARKER).exists() or not any(root.iterdir()))):
-        print(f"error: {root} holds something else: choose another --output_dir", file=sys.stderr)
-        sys.exit(2)
-    root.mkdir(parents=True, exist_ok=True)
-    (root / MARKER).touch()
-    if args.fresh:
-        for name in MADE:
-            shutil.rmtree(root / name, ignore_errors=True)
+    started = time.monotonic()
+    root = open_root(args.output_dir, "demonstration", MADE, args.fresh)
     results = run(root, args.seed)
     (root / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     plot(results, root / "results.png")

@@ -54,6 +54,33 @@ class Job:
     started: float = 0.0
 
 
+def open_root(output_dir: str, name: str, made: tuple[str, ...], fresh: bool) -> Path:
+    """
+    Makes the directory of a demonstration, or opens what an earlier run made; anything else is refused.
+
+    Args:
+        output_dir (`str`):
+            The directory.
+        name (`str`):
+            Name of the demonstration. A marker file tells its directories from any other.
+        made (`tuple[str, ...]`):
+            All that is ever removed from it.
+        fresh (`bool`):
+            Whether to remove that now.
+    """
+    root = Path(output_dir).resolve()
+    marker = root / f".ram_trl_{name}"
+    if root.exists() and not (root.is_dir() and (marker.exists() or not any(root.iterdir()))):
+        print(f"error: {root} holds something that is not a {name}: choose another --output_dir", file=sys.stderr)
+        sys.exit(2)
+    root.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    if fresh:
+        for entry in made:
+            shutil.rmtree(root / entry, ignore_errors=True)
+    return root
+
+
 class Journey:
     """
     Runs stages of jobs, as many at a time as there are cores, and leaves out what an earlier run has finished.

@@ -11,13 +11,11 @@ finished step, unless its command has changed or something that it builds on was
 
 import argparse
 import json
-import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from journey import Job, Journey, console
+from journey import Job, Journey, console, open_root
 from rich import box
 from rich.table import Table
 
@@ -31,8 +29,7 @@ MERGES = {"average": "average", "RAM": "ram", "RAM+": "ram_plus"}
 EPSILON = 1e-5
 NUM_PROMPTS = 1000
 EVALUATION_SEED = 0
-# Tells a directory of the quickstart from any other; only what is named here is ever removed from it.
-MARKER = ".ram_trl_quickstart"
+# Only what is named here is ever removed from the directory.
 MADE = ("base", "registry", "runs", "models", "logs", "finished")
 
 # Okabe and Ito's palette, made for all kinds of colour vision.
@@ -143,16 +140,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="remove what earlier runs have finished and start over")
     args = parser.parse_args()
     started = time.monotonic()
-    root = Path(args.output_dir).resolve()
-    if root.exists() and not (root.is_dir() and ((root / MARKER).exists() or not any(root.iterdir()))):
-        print(f"error: {root} holds something that is not a quickstart: choose another --output_dir", file=sys.stderr)
-        sys.exit(2)
-    root.mkdir(parents=True, exist_ok=True)
-    (root / MARKER).touch()
-    if args.fresh:
-        for name in MADE:
-            shutil.rmtree(root / name, ignore_errors=True)
-
+    root = open_root(args.output_dir, "quickstart", MADE, args.fresh)
     journey = Journey(root)
     pretraining, agents, final = plan_jobs(root, args.seed)
     journey.run("1/4 Pre-train the base", pretraining)
