@@ -126,7 +126,7 @@ class RAMRegistryCallback(TrainerCallback):
             registration.revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         registration.check(model, world, executed_in(args), args.output_dir, is_fresh=state.global_step == 0)
         if self._integration is not None:
-            world.run_on_main(lambda: self._check_integration(model))
+            world.run_on_main(self._check_integration)
         base = registration.base_model or base_name(unwrap(model))
         if world.is_main and CHECKPOINT.fullmatch(Path(base).name):
             logger.warning(
@@ -176,10 +176,9 @@ class RAMRegistryCallback(TrainerCallback):
         if self.strict and self.error is not None:
             raise self.error
 
-    def _check_integration(self, model: nn.Module) -> None:
+    def _check_integration(self) -> None:
         registration, gate = self._registration, self._integration.options.get("gate")
-        base = Checkpoint.open(registration.base_model or base_name(unwrap(model)), registration.revision)
-        self._integration.check(registration.registry, registration.agent, base)
+        self._integration.check(registration.registry, registration.agent, Checkpoint.open(*registration.opened))
         if gate is not None and is_deepspeed_zero3_enabled():
             raise ConfigError(
                 "under DeepSpeed ZeRO-3 a gate that loads the candidate waits for the other ranks for ever: leave it "
