@@ -17,10 +17,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .arithmetic.defaults import DEFAULT_EPSILON
-from .config import load_function
 from .distributed import World, current_world, shared_cores
 from .errors import ConfigError, RamTrlError
 from .merging.integrate import Integration, integrate_agents
+from .options import load_function
 from .progress import Progress
 from .provenance import CHECKPOINT, best_step, executed_in, final_checkpoint, provenance
 from .registering.live import LiveRegistration

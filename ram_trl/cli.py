@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from .arithmetic.defaults import DEFAULT_EPSILON
-from .config import OptionParser
 from .errors import ConfigError
+from .options import OptionParser
 from .terminal import exit_on_error, progress_bar
 
 

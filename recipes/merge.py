@@ -14,7 +14,8 @@ accelerate launch recipes/merge.py --config recipes/configs/merge.yaml --output_
 
 import gc
 
-from ram_trl.config import MergeConfig, parse_config
+from ram_trl.config import MergeConfig
+from ram_trl.options import parse_config
 from ram_trl.terminal import exit_on_error, progress_bar
 
 

@@ -10,8 +10,9 @@ reach the reward functions by name.
 
 from pathlib import Path
 
-from ram_trl.config import MergeConfig, RegistryConfig, load_function, parse_config
+from ram_trl.config import MergeConfig, RegistryConfig
 from ram_trl.errors import ConfigError
+from ram_trl.options import load_function, parse_config
 from ram_trl.terminal import exit_on_error
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ram_trl.config import MergeConfig, RegistryConfig, parse_config
+from ram_trl.config import MergeConfig, RegistryConfig
 from ram_trl.errors import ConfigError
+from ram_trl.options import parse_config
 
 
 CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"

@@ -18,7 +18,6 @@ from training import AtStep, assert_same_weights, grpo, restored_weights, run_py
 from transformers import AutoModelForCausalLM
 
 from ram_trl import AgentRegistry, MergeConfig, RAMRegistryCallback, integrate_agents, merge_agents, register_agent
-from ram_trl.config import parse_config
 from ram_trl.errors import (
     AgentNotFoundError,
     ConfigError,
@@ -29,6 +28,7 @@ from ram_trl.errors import (
     StorageError,
 )
 from ram_trl.merging.integrate import Integration
+from ram_trl.options import parse_config
 
 
 MERGE = Path(__file__).parents[1] / "recipes" / "merge.py"

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ram_trl import AgentRegistry, MergeConfig, merge_agents, register_agent
-from ram_trl.config import parse_config
 from ram_trl.errors import (
     AgentNotFoundError,
     BaseModelError,
@@ -32,6 +31,7 @@ from ram_trl.errors import (
     StorageError,
 )
 from ram_trl.merging.model_card import model_card
+from ram_trl.options import parse_config
 from ram_trl.storage.manifest import FileRecord
 from ram_trl.task_vector import open_task_vector
 

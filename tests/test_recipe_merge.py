@@ -17,8 +17,8 @@ from models import change_tensor, copy_model, read_model
 
 from ram_trl import AgentRegistry, MergeConfig, merge_agents, register_agent
 from ram_trl.arithmetic import kernels
-from ram_trl.config import parse_config
 from ram_trl.errors import ConfigError
+from ram_trl.options import parse_config
 
 
 ROOT = Path(__file__).parent.parent
