@@ -50,11 +50,15 @@ typedef struct {
 /* What one agent makes of a tile: differences from the base, or values and deltas in float32. */
 typedef struct {
     const uint8_t *mask;
-    Packed packed;
+    /* all of its differences, and those that are not merged yet */
+    Packed packed, next;
     const uint8_t *values, *deltas;
     float gain, weight;
     /* magnitudes of its unique changes, in the result and in the agent */
     double applied, intended;
+    /* of the chunk at hand, side by side; and where it changed the group of elements at hand */
+    float applied_lanes[2 * LANES], intended_lanes[2 * LANES];
+    uint64_t active;
 } Source;
 
 typedef struct {
@@ -119,6 +123,13 @@ static inline int has_zero_byte(uint64_t bytes) {
     return ((bytes - 0x0101010101010101u) & ~bytes & 0x8080808080808080u) != 0;
 }
 
+static void rewind_agents(Merge *merge) {
+    for (Py_ssize_t t = 0; t < merge->num_agents; t++) {
+        merge->agents[t].next = merge->agents[t].packed;
+        merge->agents[t].applied = merge->agents[t].intended = 0.0;
+    }
+}
+
 static uint64_t SPREAD_TABLE[256];
 
 #define LEVEL(name) name##_baseline
@@ -135,7 +146,8 @@ static uint64_t SPREAD_TABLE[256];
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx2,bmi,bmi2,fma,popcnt")
-#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi2,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,prefer-vector-width=512")
+#include "_kernels_avx512.h"
 #define LEVEL(name) name##_v4
 #include "_kernels_isa.h"
 #undef LEVEL
@@ -460,7 +472,8 @@ PyMODINIT_FUNC PyInit__kernels(void) {
         num_levels = 2;
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi2"))
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
+            __builtin_cpu_supports("avx512vbmi2"))
             num_levels = 3;
     }
 #endif

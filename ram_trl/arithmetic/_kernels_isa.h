@@ -60,7 +60,15 @@ static int LEVEL(open_payload)(const uint8_t *mask, Py_ssize_t mask_nbytes, cons
     for (; i + 8 <= mask_nbytes; i += 8) num_codes += __builtin_popcountll(load_u64(mask + i));
     for (; i < mask_nbytes; i++) num_codes += __builtin_popcount(mask[i]);
     if (num_codes > nbytes) return 0;
-    for (i = 0; i < num_codes; i++) num_escapes += payload[i] == 0;
+    /* counted in bytes, side by side, as long as a byte can count */
+    for (Py_ssize_t start = 0; start < num_codes; start += 64 * 255) {
+        Py_ssize_t stop = num_codes - start < 64 * 255 ? num_codes : start + 64 * 255;
+        uint8_t counts[64] = {0};
+        for (i = start; i + 64 <= stop; i += 64)
+            for (int lane = 0; lane < 64; lane++) counts[lane] += payload[i + lane] == 0;
+        for (; i < stop; i++) num_escapes += payload[i] == 0;
+        for (int lane = 0; lane < 64; lane++) num_escapes += counts[lane];
+    }
     *packed = (Packed){payload, payload + num_codes, payload + num_codes};
     return nbytes == num_codes + 2 * num_escapes;
 }
@@ -209,7 +217,7 @@ static inline uint32_t LEVEL(add_agent)(Source *agent, int32_t t, int dtype, flo
         }
     } else {
         int16_t difference[CHUNK];
-        LEVEL(expand)(&agent->packed, agent->mask + start / 8, numel, difference);
+        LEVEL(expand)(&agent->next, agent->mask + start / 8, numel, difference);
         for (Py_ssize_t i = 0; i < numel; i++) {
             float value = LEVEL(widen)(LEVEL(ordered)(LEVEL(moved)(chunk->ordered[i], difference[i])), dtype);
             float delta = value - chunk->base[i];
@@ -276,6 +284,13 @@ static void LEVEL(add_magnitudes)(const Merge *merge, Py_ssize_t numel, Chunk *c
 static void LEVEL(merge)(Merge *merge) {
     Chunk chunk;
     uint32_t largest_delta = 0;
+#ifdef __AVX512VBMI2__
+    if (is_all_bfloat16(merge) && merge_bfloat16(merge)) {
+        merge->are_agents_finite = 1;
+        return;
+    }
+#endif
+    rewind_agents(merge);
     for (Py_ssize_t start = 0; start < merge->numel; start += CHUNK) {
         Py_ssize_t numel = merge->numel - start < CHUNK ? merge->numel - start : CHUNK;
         LEVEL(load_base)(merge, start, numel, &chunk);
