@@ -146,7 +146,7 @@ static uint64_t SPREAD_TABLE[256];
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx2,bmi,bmi2,fma,popcnt")
-#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vpopcntdq,prefer-vector-width=512")
 #include "_kernels_avx512.h"
 #define LEVEL(name) name##_v4
 #include "_kernels_isa.h"
@@ -473,7 +473,7 @@ PyMODINIT_FUNC PyInit__kernels(void) {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
-            __builtin_cpu_supports("avx512vbmi2"))
+            __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vpopcntdq"))
             num_levels = 3;
     }
 #endif
