@@ -1,11 +1,13 @@
 """
-Three tiny verifiable tasks, and a tiny base model that is mediocre at each of them.
+Tiny verifiable tasks, and a tiny base model that is mediocre at each of those that it is made for.
 
-| task      | prompt    | right answer | systematic mistake in the pre-training text |
-|-----------|-----------|--------------|---------------------------------------------|
-| `reverse` | `R:bead=` | `daeb`       | `bead` (copied)                             |
-| `sort`    | `S:3142=` | `1234`       | `4321` (descending)                         |
-| `next`    | `N:FACE=` | `GBDF`       | `EJBD` (the letter before)                  |
+| task         | prompt    | right answer | systematic mistake in the pre-training text |
+|--------------|-----------|--------------|---------------------------------------------|
+| `reverse`    | `R:bead=` | `daeb`       | `bead` (copied)                             |
+| `sort`       | `S:3142=` | `1234`       | `4321` (descending)                         |
+| `next`       | `N:FACE=` | `GBDF`       | `EJBD` (the letter before)                  |
+| `rotate`     | `T:pint=` | `intp`       | `tpin` (the other way round)                |
+| `complement` | `M:3142=` | `6857`       | `8697` (5 added)                            |
 
 The pre-training text answers part of the problems wrongly, and the longer a problem, the more often so. The base
 therefore *knows* both behaviours and decodes the right one on short problems only; sampling still finds it on the
@@ -16,7 +18,7 @@ among the behaviours of the base the one that the reward prefers, which takes a 
 import argparse
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +33,10 @@ ERROR_RATES = {3: 0.25, 4: 0.4, 5: 0.65, 6: 0.75}
 
 HIDDEN_SIZE = 128
 NUM_LAYERS = 4
-# Shares of the tasks: sorting is learnt first, so it gets less.
-PRETRAIN_MIXTURE = {"reverse": 4, "sort": 3, "next": 4}
+# Shares of the tasks: what is learnt first gets less.
+PRETRAIN_MIXTURE = {"reverse": 4, "sort": 3, "next": 4, "rotate": 4, "complement": 3}
+DEFAULT_TASKS = ["reverse", "sort", "next"]
+# Enough for three tasks; five take 1000.
 PRETRAIN_STEPS = 650
 PRETRAIN_BATCH_SIZE = 128
 PRETRAIN_LEARNING_RATE = 2e-3
@@ -66,7 +70,7 @@ class Task:
         return f"{self.marker}:{problem}="
 
 
-LOWER, DIGITS, UPPER = "abcdefghij", "0123456789", "ABCDEFGHIJ"
+LOWER, DIGITS, UPPER, LATE = "abcdefghij", "0123456789", "ABCDEFGHIJ", "klmnopqrst"
 TASKS = {
     "reverse": Task("R", LOWER, lambda problem: problem[::-1], lambda problem: problem),
     "sort": Task(
@@ -77,6 +81,13 @@ TASKS = {
         UPPER,
         lambda problem: "".join(UPPER[(UPPER.index(letter) + 1) % len(UPPER)] for letter in problem),
         lambda problem: "".join(UPPER[UPPER.index(letter) - 1] for letter in problem),
+    ),
+    "rotate": Task("T", LATE, lambda problem: problem[1:] + problem[0], lambda problem: problem[-1] + problem[:-1]),
+    "complement": Task(
+        "M",
+        DIGITS,
+        lambda problem: "".join(str(9 - int(digit)) for digit in problem),
+        lambda problem: "".join(str((int(digit) + 5) % 10) for digit in problem),
     ),
 }
 
@@ -129,10 +140,12 @@ def max_answer_tokens() -> int:
     return max(ERROR_RATES) + 1
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(task_names: Sequence[str] = DEFAULT_TASKS) -> PreTrainedTokenizerFast:
     """Builds the tokenizer: one token per character of the tasks, left padding, `<eos>` at the end of an answer."""
-    characters = "".join(task.marker + task.alphabet for task in TASKS.values()) + ":="
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
+    characters = "".join(TASKS[name].marker + TASKS[name].alphabet for name in task_names) + ":="
+    # tasks may share characters
+    tokens = ["<pad>", "<eos>", "<unk>", *dict.fromkeys(characters)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -161,11 +174,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def pretraining_batch(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int
+    tokenizer: PreTrainedTokenizerFast, task_names: Sequence[str], rng: random.Random, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a batch of the pre-training mixture: token ids, and labels that cover the answers only."""
     rows = []
-    for task in rng.choices([TASKS[n] for n in PRETRAIN_MIXTURE], list(PRETRAIN_MIXTURE.values()), k=batch_size):
+    shares = [PRETRAIN_MIXTURE[name] for name in task_names]
+    for task in rng.choices([TASKS[name] for name in task_names], shares, k=batch_size):
         problem = draw_problem(task, rng, held_out=False)
         respond = task.mistake if rng.random() < ERROR_RATES[len(problem)] else task.solve
         prompt_ids = tokenizer(task.prompt(problem))["input_ids"]
@@ -177,13 +191,20 @@ def pretraining_batch(
     return input_ids, labels
 
 
-def pretrain(output_dir: str, seed: int = 0, num_steps: int = PRETRAIN_STEPS) -> None:
+def pretrain(
+    output_dir: str,
+    task_names: Sequence[str] = DEFAULT_TASKS,
+    seed: int = 0,
+    num_steps: int = PRETRAIN_STEPS,
+) -> None:
     """
-    Pre-trains the base on the mixture of all the tasks and saves it in bfloat16 with its tokenizer.
+    Pre-trains the base on a mixture of tasks and saves it in bfloat16 with its tokenizer.
 
     Args:
         output_dir (`str`):
             Directory that receives the model and the tokenizer.
+        task_names (`Sequence[str]`, *optional*, defaults to `DEFAULT_TASKS`):
+            Keys of `TASKS`.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the initialisation and of the data.
         num_steps (`int`, *optional*, defaults to `PRETRAIN_STEPS`):
@@ -191,7 +212,7 @@ def pretrain(output_dir: str, seed: int = 0, num_steps: int = PRETRAIN_STEPS) ->
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(task_names)
     model = build_model(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAIN_LEARNING_RATE, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
@@ -199,7 +220,7 @@ def pretrain(output_dir: str, seed: int = 0, num_steps: int = PRETRAIN_STEPS) ->
     )
     with trange(num_steps, desc="pre-training", mininterval=0.5) as steps:
         for step in steps:
-            input_ids, labels = pretraining_batch(tokenizer, rng, PRETRAIN_BATCH_SIZE)
+            input_ids, labels = pretraining_batch(tokenizer, task_names, rng, PRETRAIN_BATCH_SIZE)
             loss = model(input_ids=input_ids, labels=labels).loss
             optimizer.zero_grad()
             loss.backward()
@@ -250,8 +271,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pre-trains the toy base.")
     parser.add_argument("--output_dir", required=True, help="directory that receives the model and the tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initialisation and of the data")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=DEFAULT_TASKS, help="what it is made for")
+    parser.add_argument("--num_steps", type=int, default=PRETRAIN_STEPS, help="optimizer steps")
     args = parser.parse_args()
-    pretrain(args.output_dir, args.seed)
+    pretrain(args.output_dir, args.tasks, args.seed, args.num_steps)
 
 
 if __name__ == "__main__":
