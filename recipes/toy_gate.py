@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy_tasks import TASKS, accuracy
+from toy_tasks import DEFAULT_TASKS, accuracy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -18,7 +18,7 @@ TOLERANCE = 0.08
 def no_task_below_base(candidate: Path, report: dict[str, Any]) -> bool | str:
     """Refuses a candidate that answers any of the tasks clearly worse than the base that its agents started from."""
     tokenizer = AutoTokenizer.from_pretrained(candidate)
-    for task in TASKS:
+    for task in DEFAULT_TASKS:
         rewards = []
         for path in (candidate, report["base_model"]["name"]):
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
