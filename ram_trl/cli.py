@@ -84,6 +84,44 @@ def _restore(arguments: argparse.Namespace) -> None:
     print(f"{agent} restored to {arguments.output_dir}")
 
 
+def _isolate(arguments: argparse.Namespace) -> None:
+    from .merging.merge import merge_agents
+    from .storage.registry import AgentRegistry
+
+    registry = AgentRegistry(arguments.registry)
+    agent = registry.get(arguments.agent)
+    others = arguments.others
+    if others is None:
+        others = [str(other) for other in registry if other.name != agent.name]
+    with progress_bar() as progress:
+        report = merge_agents(
+            registry,
+            arguments.output_dir,
+            agents=[str(agent), *others],
+            method="isolate",
+            method_options={"scaling": arguments.scaling},
+            epsilon=arguments.epsilon,
+            base_model=arguments.base_model,
+            max_shard_size=arguments.max_shard_size,
+            progress=progress,
+        )
+    unique = report["agents"][0]["unique"]
+    print(f"what {agent} alone changed ({unique:,} parameters) over its base, in {arguments.output_dir}")
+
+
+def _analyze(arguments: argparse.Namespace) -> None:
+    from .analyzing.analyze import analyze_agents
+    from .analyzing.report import format_analysis
+
+    names = ("output_dir", "agents", "r", "alpha", "epsilon", "base_model")
+    with progress_bar() as progress:
+        options = {name: getattr(arguments, name) for name in names}
+        data = analyze_agents(arguments.registry, **options, progress=progress)
+    print(json.dumps(data, indent=2) if arguments.json else format_analysis(data))
+    if arguments.output_dir and not arguments.json:
+        print(f"\nto read on: {arguments.output_dir}/index.html")
+
+
 def _rebase(arguments: argparse.Namespace) -> None:
     from .registering.rebase import rebase_agent
     from .storage.registry import AgentRegistry
@@ -236,12 +274,27 @@ def _parser() -> argparse.ArgumentParser:
     listing = add("list", _list, "List the agents of a registry.")
     show = add("show", _show, "Show one agent.", agent=one)
     generalists = add("generalists", _generalists, "List the models that were merged with --merge_to.")
-    for sub in (register, rebase, listing, show, generalists):
+    analyze = add("analyze", _analyze, "Compare agents before they are merged: overlaps, agreement, epsilon.")
+    analyze.add_argument("--agents", nargs="*", help="Agents to compare. Default: the latest version of every agent.")
+    analyze.add_argument("--output_dir", help="Directory to create for data, pictures and a page. Default: none.")
+    analyze.add_argument("--base_model", help="Where the base model is now, if not where it was.")
+    for name, default, text in (("r", 0.1, "Rescale strength"), ("alpha", 2.0, "Bound on rho")):
+        analyze.add_argument(f"--{name}", type=float, default=default, help=f"{text} of RAM+ (default {default:g}).")
+    for sub in (register, rebase, listing, show, generalists, analyze):
         sub.add_argument("--json", action="store_true", help="Print data instead of text.")
     restore = add("restore", _restore, "Write an agent as a normal model directory.", agent=one)
-    restore.add_argument("--output_dir", required=True, help="Directory to create; must not exist or be empty.")
-    restore.add_argument("--base_model", help="Where the base model is now, if not where it was.")
-    restore.add_argument("--max_shard_size", default="5GB", help="Largest size of a weight file (default 5GB).")
+    isolate = add("isolate", _isolate, "Write the base with what one agent alone changed, as a model.", agent=one)
+    isolate.add_argument(
+        "--others", nargs="*", help="Agents that say what is unique. Default: the latest version of every other."
+    )
+    isolate.add_argument("--scaling", type=float, default=1.0, help="Factor; 1/N dilutes it as an average does.")
+    for sub in (isolate, analyze):
+        counts = f"Larger changes count (default {DEFAULT_EPSILON:g})."
+        sub.add_argument("--epsilon", type=float, default=DEFAULT_EPSILON, help=counts)
+    for sub in (restore, isolate):
+        sub.add_argument("--output_dir", required=True, help="Directory to create; must not exist or be empty.")
+        sub.add_argument("--base_model", help="Where the base model is now, if not where it was.")
+        sub.add_argument("--max_shard_size", default="5GB", help="Largest size of a weight file (default 5GB).")
     promote = add("promote", _promote, "Make a version of a generalist its latest, also to go back to an earlier one.")
     promote.add_argument("--generalist", required=True, help="Version: NAME@v2.")
     remove = add("remove", _remove, "Remove a version (NAME@v2) or all versions (NAME).")

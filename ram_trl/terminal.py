@@ -40,8 +40,8 @@ def exit_on_error(*more: type[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each stage of a long work, on stderr."""
+def progress_bar(unit: str = "B") -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each stage of a long work, counted in bytes or in something else, on stderr."""
     from tqdm import tqdm
 
     bars: dict[str, tqdm] = {}
@@ -49,7 +49,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     def show(doing: str, done: int, total: int) -> None:
         if doing not in bars:
             close()
-            bars[doing] = tqdm(desc=doing, total=total, unit="B", unit_scale=True, leave=True)
+            bars[doing] = tqdm(desc=doing, total=total, unit=unit, unit_scale=unit == "B", leave=True)
         bars[doing].update(done - bars[doing].n)
         if done >= total:
             # what is printed next begins on a line of its own

@@ -10,13 +10,57 @@ python recipes/merge.py --registry registry --probe_only
 
 # options from a file, the command line wins
 accelerate launch recipes/merge.py --config recipes/configs/merge.yaml --output_dir merged
+
+# and evaluate the base, the agents and what came out (docs/EVALUATION.md)
+accelerate launch recipes/merge.py --registry registry --output_dir merged --eval tasks.yaml
 """
 
 import gc
+import shlex
+import sys
 
 from ram_trl.config import MergeConfig
 from ram_trl.options import parse_config
 from ram_trl.terminal import exit_on_error, progress_bar
+
+
+# The model is merged and published, but was not evaluated.
+NOT_EVALUATED = 3
+
+
+def read_eval_tasks(config):
+    """The tasks of --eval, read before the merge: a mistake in them is found now."""
+    if config.eval is None:
+        return []
+    from ram_trl.evaluating.tasks import read_tasks
+
+    return read_tasks(config.eval)
+
+
+def evaluate(config, report, directory, tasks, world):
+    """Evaluate what was published. It stays, whatever comes of this; a failure says how to try again."""
+    from ram_trl.evaluating.evaluate import evaluate_models
+    from ram_trl.evaluating.report import format_evaluation
+
+    output_dir = config.eval_output_dir or f"{config.output_dir.rstrip('/')}-evaluation"
+    agents = [f"{row['name']}@v{row['version']}" for row in report["agents"]]
+    arguments = {"agents": agents, "merged": [directory], "base_model": config.base_model}
+    try:
+        with progress_bar(unit=" completions") as progress:
+            content = evaluate_models(config.registry, tasks, output_dir, **arguments, world=world, progress=progress)
+    except Exception as error:
+        # reward functions and benchmarks are others' code
+        if world.is_main:
+            words = ["--registry", config.registry, "--tasks", config.eval, "--output_dir", output_dir]
+            words += ["--merged", directory, "--agents", *agents]
+            words += ["--base_model", config.base_model] if config.base_model else []
+            words += ["--cpu"] if config.cpu else []
+            print(f"error: the merged model was not evaluated: {error}; try again with", file=sys.stderr)
+            print(f"  accelerate launch recipes/evaluate.py {shlex.join(words)}", file=sys.stderr)
+        sys.exit(NOT_EVALUATED)
+    if world.is_main:
+        print(format_evaluation(content))
+        print(f"evaluation: {output_dir}")
 
 
 def main() -> None:
@@ -31,20 +75,23 @@ def main() -> None:
         # what was imported stays: the collector need not look through it again and again
         gc.freeze()
         world = start_world(cpu=config.cpu)
+        tasks = read_eval_tasks(config)
         with progress_bar() as progress:
             if config.merge_to is None:
                 report = merge_agents(**config.merge_arguments(), world=world, progress=progress)
-                outcome = f"merged model: {config.output_dir}"
+                directory, outcome = config.output_dir, f"merged model: {config.output_dir}"
             else:
                 merged = integrate_agents(**config.merge_arguments(), world=world, progress=progress)
-                report = merged.report()
+                directory, report = str(merged.path), merged.report()
                 refused = merged.manifest.refused
                 outcome = f"{merged} in {merged.path}\n" + (f"not promoted: {refused}" if refused else "promoted")
         if world.is_main:
             print(format_report(report))
             if not config.probe_only:
                 print(outcome)
-        leave_world(world)
+        if tasks:
+            evaluate(config, report, directory, tasks, world)
+        leave_world()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--agent", help="name of the agent in the registry (default: the task)")
     parser.add_argument("--output_dir", required=True, help="output directory of the trainer")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter instead of all the weights")
+    parser.add_argument("--optim", help="optimizer (default: sgd, with --lora adamw_torch)")
+    parser.add_argument("--learning_rate", type=float, help="its learning rate (default: one that suits the default)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
+    parser.add_argument("--max_steps", type=int, default=MAX_STEPS, help="optimizer steps")
     parser.add_argument("--merge_to", help="generalist that the registry's agents are merged into after the training")
     parser.add_argument("--gate", help="MODULE:FUNCTION that promotes or refuses what was merged")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts and of the rollouts")
@@ -54,12 +58,13 @@ def main() -> None:
         output_dir=args.output_dir,
         use_cpu=True,
         seed=args.seed,
-        max_steps=MAX_STEPS,
+        max_steps=args.max_steps,
         per_device_train_batch_size=BATCH_SIZE,
         num_generations=NUM_GENERATIONS,
         max_completion_length=max_answer_tokens(),
-        learning_rate=LORA_LEARNING_RATE if args.lora else SGD_LEARNING_RATE,
-        optim="adamw_torch" if args.lora else "sgd",
+        learning_rate=args.learning_rate or (LORA_LEARNING_RATE if args.lora else SGD_LEARNING_RATE),
+        optim=args.optim or ("adamw_torch" if args.lora else "sgd"),
+        model_init_kwargs=None if args.lora else {"dtype": args.dtype},
         gradient_checkpointing=False,
         logging_steps=5,
         save_strategy="no",

@@ -18,3 +18,9 @@ torch.set_num_threads(1)
 def zoo(tmp_path_factory) -> Zoo:
     """Tiny models on disk, by kind."""
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(autouse=True)
+def recipes_come_back(monkeypatch):
+    """A recipe that a test runs in this process must not end it."""
+    monkeypatch.setattr("ram_trl.distributed.leave_world", lambda: None)

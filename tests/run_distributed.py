@@ -24,7 +24,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from ram_trl import AgentRegistry
+from ram_trl import AgentRegistry, merge_agents
 from ram_trl.distributed import World, current_world
 from ram_trl.errors import AgentNotFoundError, StorageError
 from ram_trl.registering import live_adapter, live_model
@@ -313,6 +313,15 @@ def grpo_ddp(folder: Path, base: str) -> dict[str, Any]:
     bring_back()
     outcomes["strict"] = run("strict", replace, strict=True)
     bring_back()
+    return outcomes
+
+
+def methods(folder: Path, registry: str) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    world, outcomes = World(dist.get_rank(), dist.get_world_size()), {}
+    for case, options in json.loads((folder / "cases.json").read_text()).items():
+        target = str(folder / "two" / case)
+        outcomes[case] = outcome(lambda t=target, o=options: merge_agents(registry, t, world=world, **o)["agents"])
     return outcomes
 
 

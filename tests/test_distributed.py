@@ -1,9 +1,11 @@
 """Several real processes: they agree on every outcome, and one agent comes out of them."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from models import Zoo, read_model
 from training import assert_same_weights, restored_weights, run_shell
 
 from ram_trl import AgentRegistry, merge_agents
+from ram_trl.arithmetic.methods import METHODS
 from ram_trl.distributed import all_cores
 
 
@@ -263,6 +266,37 @@ def test_a_zero3_model_is_registered_as_the_unsharded_one(zoo: Zoo, tmp_path):
     assert seen(ranks, "registered", "error") == [None, None]
     back = restored_weights(tmp_path / "registry", "math", tmp_path / "back")
     assert_same_weights(back, read_model(tmp_path / "saved"))
+
+
+def test_every_method_gives_the_same_bytes_and_report_whatever_the_processes_and_threads(zoo: Zoo, tmp_path):
+    base = zoo.base("qwen2_wide")
+    models = {"code": zoo.agent(base, seed=1, density=0.3), "math": zoo.agent(base, seed=2, density=0.4)}
+    models["tool"] = zoo.adapter(base, seed=3, target_modules=["q_proj", "down_proj"])
+    registry = zoo.registry(base, models)
+    own = {"wudi": {"steps": 10}, "dare_ties": {"density": 0.1}}
+    cases = {
+        name: {"method": name, "method_options": own.get(name, {}), "seed": 5}
+        for name, m in METHODS.items()
+        if not (m.rescale or m.needs_fisher)
+    }
+    cases["ties per tensor"] = {"method": "ties", "method_options": {"per_tensor": 1}, "rounding": "stochastic"}
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    ranks = run_ranks("methods", tmp_path, registry.path)
+    with threads(3):
+        for case, options in cases.items():
+            report = merge_agents(registry, str(tmp_path / "one" / case), **options)
+            assert seen(ranks, case, "message") == [None, None], case
+            assert seen(ranks, case, "result") == [report["agents"]] * 2, case
+            one, two = (folder / case / "model.safetensors" for folder in (tmp_path / "one", tmp_path / "two"))
+            assert one.read_bytes() == two.read_bytes(), case
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_average, oracle_lambda, oracle_merge
-from tiles import DTYPES, ENGINES, bits, computed_by
+from tiles import DTYPES, ENGINES, bits, computed_by, context_of
 
 from ram_trl.arithmetic.masks import pack_bits
+from ram_trl.arithmetic.methods import METHODS
 from ram_trl.arithmetic.ram import (
-    METHODS,
     OverlapCounts,
     TileUpdate,
-    average_tile,
     count_overlaps,
     mask_inactive_,
     overlap_ratio,
@@ -26,7 +25,7 @@ from ram_trl.arithmetic.ram import (
 
 
 EPSILON = 1e-5
-RESCALING = [method for method in METHODS if method != "average"]
+RESCALING = ["ram_plus", "ram", "ram_plus_soft"]
 
 
 @pytest.fixture(scope="module", autouse=True, params=ENGINES)
@@ -161,7 +160,8 @@ def test_average_is_the_mean_over_all_agents_zeros_included(model):
         updates = [
             TileUpdate(t, a[name].float(), a[name].float() - values.float()) for t, a in enumerate(agents) if name in a
         ]
-        merged = average_tile(values.float(), updates, weights)
+        context = context_of(METHODS["average"], weights)
+        merged = METHODS["average"].merge_tile(values.float(), updates, context)
         np.testing.assert_allclose(merged, values.double().numpy() + expected[name], rtol=1e-6, atol=3e-8)
 
 
@@ -231,7 +231,7 @@ def test_nothing_changed_gives_ratio_0_factor_1_and_the_base():
     counts = count(base, [dict(base), {}], EPSILON)
     assert counts.changed == counts.unique == [0, 0] and counts.histogram == [6, 0, 0]
     assert overlap_ratio(0, 0) == 0.0
-    assert [rescale_factor(method, 0.0, r=0.1, alpha=2.0) for method in METHODS] == [1.0] * 4
+    assert [rescale_factor(method, 0.0, r=0.1, alpha=2.0) for method in RESCALING] == [1.0] * 3
     merged = selective_merge_tile(base["w"], updates_of(base, [dict(base), {}], "w", EPSILON), [1.2, 1.2], [1.0, 1.0])
     assert torch.equal(merged, base["w"])
 
@@ -264,7 +264,6 @@ def test_known_factors():
     assert rescale_factor("ram_plus", 9.0, r=0.1, alpha=2.0) == pytest.approx(1.2)
     assert rescale_factor("ram_plus_soft", 1.0, r=0.1, alpha=2.0) == pytest.approx(1.05)
     assert rescale_factor("ram", 9.0, r=0.1, alpha=2.0) == 1.0
-    assert rescale_factor("average", 9.0, r=0.1, alpha=2.0) == 1.0
 
 
 def alone(base, value, weight=1.0, factor=1.0):
@@ -306,8 +305,8 @@ def test_shared_changes_are_averaged_by_weight_over_the_active_agents_only():
     updates = updates_of(base, agents, "w", EPSILON)
     assert selective_merge_tile(base["w"], updates, [10.0, 10.0, 10.0], [1.0, 1.0, 1.0]).tolist() == [2.0, 10.0, 0.0]
     assert selective_merge_tile(base["w"], updates, [1.0] * 3, [1.0, 3.0, 5.0]).tolist() == [2.5, 1.0, 0.0]
-    averaged = average_tile(base["w"], updates, [1.0, 1.0, 2.0])
-    assert averaged.tolist() == [1.0, 0.25, 0.0]
+    average = METHODS["average"]
+    assert average.merge_tile(base["w"], updates, context_of(average, [1.0, 1.0, 2.0])).tolist() == [1.0, 0.25, 0.0]
 
 
 def test_merging_changes_no_input():
@@ -317,7 +316,8 @@ def test_merging_changes_no_input():
     before = [(u.value.clone(), u.delta.clone(), u.active.clone()) for u in updates]
     kept = base["w"].clone()
     selective_merge_tile(base["w"], updates, [1.1] * 3, [1.0, 2.0, 3.0])
-    average_tile(base["w"], updates, [1.0, 2.0, 3.0])
+    for method in METHODS.values():
+        method.merge_tile(base["w"], updates, context_of(method, [1.0, 2.0, 3.0], numel=8))
     unique_magnitudes(base["w"], base["w"], updates)
     assert torch.equal(base["w"], kept)
     for update, (value, delta, active) in zip(updates, before, strict=True):

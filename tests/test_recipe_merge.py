@@ -362,7 +362,7 @@ BAD_INPUT = {
     "truncated": ("truncated", [], "math/v000001/delta.safetensors holds .* bytes, its header describes"),
     "missing": ("missing", [], "math/v000001/tensors.json"),
     "full output directory": ("two bases", ["--output_dir", str(ROOT)], "exists and is not an empty directory"),
-    "unknown method": ("two bases", ["--method", "ties"], "method='ties' is not one of ram_plus, ram"),
+    "unknown method": ("two bases", ["--method", "best"], "method='best' is not one of ram_plus, ram"),
     "not a number": ("two bases", ["--r", "much"], "argument --r: invalid float value: 'much'"),
     "unknown option": ("two bases", ["--rescale", "1"], "unrecognized arguments: --rescale 1"),
     "unknown preset": ("two bases", ["--preset", "paper"], "preset='paper' is not one of official"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ram_trl.arithmetic import kernels
+from ram_trl.arithmetic.methods.method import TileContext, fill_options
 
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -23,6 +24,22 @@ def computed_by(engine):
         if engine == "torch":
             patch.setattr(kernels, "compiled", None)
         yield
+
+
+def context_of(method, weights, name="w", start=0, thresholds=None, seed=0, numel=0, **options):
+    """What a method is told of a tile."""
+    return TileContext(
+        name=name,
+        start=start,
+        agents=[f"agent{position}@v1" for position in range(len(weights))],
+        weights=weights,
+        factors=[1.0] * len(weights),
+        options=fill_options(method, options),
+        thresholds=thresholds or [0.0] * len(weights),
+        # of agents that are not equally sure
+        fishers=[torch.full((numel,), 1.0 + position) for position in range(len(weights))],
+        seed=seed,
+    )
 
 
 def bits(values):

@@ -19,19 +19,17 @@ from .select import select
 
 
 __all__ = [
-    "METHODS",
     "OverlapCounts",
     "TileUpdate",
-    "average_tile",
     "count_overlaps",
     "mask_inactive_",
+    "overlap_counts",
     "overlap_ratio",
     "rescale_factor",
     "selective_merge_tile",
+    "set_mask",
     "unique_magnitudes",
 ]
-
-METHODS = ("ram_plus", "ram", "ram_plus_soft", "average")
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class TileUpdate:
         delta (`Tensor`):
             The agent's parameters minus the base's, float32, flat.
         active (`Tensor`, *optional*):
-            Mask m_t of equation 1, bool, flat; set by [`mask_inactive_`].
+            Mask m_t of equation 1, bool, flat; set by [`set_mask`].
     """
 
     agent: int
@@ -102,9 +100,15 @@ class OverlapCounts:
         return cls(counts[:num_agents], counts[num_agents : 2 * num_agents], counts[2 * num_agents :])
 
 
-def mask_inactive_(update: TileUpdate, epsilon: float) -> TileUpdate:
-    """Set the mask of equation 1, `|delta| > epsilon` (strictly), and zero the deltas outside it, in place."""
+def set_mask(update: TileUpdate, epsilon: float) -> TileUpdate:
+    """Set the mask of equation 1, `|delta| > epsilon` (strictly)."""
     update.active = update.delta.abs() > epsilon
+    return update
+
+
+def mask_inactive_(update: TileUpdate, epsilon: float) -> TileUpdate:
+    """Set the mask of equation 1, and zero the deltas outside it, in place."""
+    set_mask(update, epsilon)
     update.delta.mul_(update.active)
     return update
 
@@ -134,6 +138,14 @@ def count_overlaps(masks: Mapping[int, np.ndarray], numel: int, counts: OverlapC
     counts.histogram[0] += numel - tile.total
 
 
+def overlap_counts(updates: Sequence[TileUpdate]) -> Tensor:
+    """Overlap count c of every element of a tile, from the masks of at least one agent: int16, flat."""
+    overlap = updates[0].active.to(torch.int16)
+    for update in updates[1:]:
+        overlap.add_(update.active)
+    return overlap
+
+
 def overlap_ratio(shared: int, unique: int) -> float:
     """Overlap-unique ratio rho (equation 2): shared / unique; infinite without unique elements, 0 without any."""
     if unique == 0:
@@ -145,13 +157,13 @@ def rescale_factor(method: str, rho: float, *, r: float, alpha: float) -> float:
     """Rescale factor lambda of an agent's unique elements.
 
     `"ram_plus"` is 1 + r * clip(rho, 0, alpha) (equation 6), `"ram_plus_soft"` is 1 + r * rho / (1 + rho)
-    (appendix E), `"ram"` is 1 (section 5.1: r = 0), and so is `"average"`, which knows no unique elements.
+    (appendix E), `"ram"` is 1 (section 5.1: r = 0).
     """
     if method == "ram_plus":
         return 1.0 + r * min(max(rho, 0.0), alpha)
     if method == "ram_plus_soft":
         return 1.0 + r * (1.0 if math.isinf(rho) else rho / (1.0 + rho))
-    assert method in METHODS, method
+    assert method == "ram", method
     return 1.0
 
 
@@ -189,18 +201,7 @@ def selective_merge_tile(
         weighted_sum.add_(update.delta, alpha=weight)
         weight_total.add_(update.active, alpha=weight)
     shared_value = weighted_sum.div_(weight_total).add_(base)
-    return select(_overlap(updates) > 1, shared_value, merged)
-
-
-def average_tile(base: Tensor, updates: Sequence[TileUpdate], weights: Sequence[float]) -> Tensor:
-    """Base plus the weighted mean of all the agents' deltas, zeros included: the baseline that dilutes unique changes.
-
-    Args and result are those of [`selective_merge_tile`]; masks are not used.
-    """
-    merged = torch.zeros_like(base)
-    for update in updates:
-        merged.add_(update.delta, alpha=weights[update.agent] / math.fsum(weights))
-    return merged.add_(base)
+    return select(overlap_counts(updates) > 1, shared_value, merged)
 
 
 def unique_magnitudes(base: Tensor, written: Tensor, updates: Sequence[TileUpdate]) -> list[tuple[float, float]]:
@@ -212,13 +213,13 @@ def unique_magnitudes(base: Tensor, written: Tensor, updates: Sequence[TileUpdat
         written (`Tensor`):
             Merged parameters as rounded to the output's dtype, flat.
         updates (`Sequence[TileUpdate]`):
-            The agents that touch this tile, masked; at least one.
+            The agents that touch this tile, with their masks; at least one.
 
     Returns:
         `list[tuple[float, float]]`: for every update the sum over its unique elements of (written - base) *
         sign(delta) and of |delta|.
     """
-    applied, unique = written.float() - base, _overlap(updates) == 1
+    applied, unique = written.float() - base, overlap_counts(updates) == 1
     magnitudes = []
     for update in updates:
         own = update.delta * unique
@@ -234,11 +235,3 @@ def _count(bitmaps: list[np.ndarray]) -> list[int]:
     histogram = [0, *(int(np.count_nonzero(overlap == k)) for k in range(1, len(masks) + 1))]
     changed, unique = (np.count_nonzero(some, axis=1).tolist() for some in (masks, masks & (overlap == 1)))
     return [*changed, *unique, *histogram]
-
-
-def _overlap(updates: Sequence[TileUpdate]) -> Tensor:
-    """Overlap count c of every element of a tile: int16, flat."""
-    overlap = updates[0].active.to(torch.int16)
-    for update in updates[1:]:
-        overlap.add_(update.active)
-    return overlap

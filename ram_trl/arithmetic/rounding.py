@@ -56,11 +56,12 @@ def round_stochastic(tile: Tensor, dtype: torch.dtype, *, seed: int, name: str, 
 def uniform(numel: int, *, seed: int, name: str, start: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1), float32, flat: SplitMix64 at the counters `start ... start + numel - 1` of a named stream."""
     first = stream_state(seed=seed, name=name, start=start)
+    # in place: fresh memory takes longer to get than to fill
     state = torch.arange(numel, dtype=torch.int64, device=device).mul_(_GAMMA).add_(first)
-    state = (state ^ _shift_right(state, 30)) * _MIX_1
-    state = (state ^ _shift_right(state, 27)) * _MIX_2
-    state = state ^ _shift_right(state, 31)
-    return _shift_right(state, 40).to(torch.float32) * 2.0**-24
+    state.bitwise_xor_(_shift_right(state, 30)).mul_(_MIX_1)
+    state.bitwise_xor_(_shift_right(state, 27)).mul_(_MIX_2)
+    state.bitwise_xor_(_shift_right(state, 31))
+    return _shift_right(state, 40).to(torch.float32).mul_(2.0**-24)
 
 
 def stream_state(*, seed: int, name: str, start: int) -> int:
@@ -72,4 +73,4 @@ def stream_state(*, seed: int, name: str, start: int) -> int:
 
 def _shift_right(bits: Tensor, places: int) -> Tensor:
     """Shift int64 as if it were unsigned."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
+    return (bits >> places).bitwise_and_((1 << (64 - places)) - 1)

@@ -1,13 +1,13 @@
 """The merge of one tile, from the agents' changes to rounded values, in one of two ways: torch or the compiled loops.
 
-Torch is the definition (`ram.py`, `rounding.py`) and runs on any device; the compiled loops give the same bits in one
-pass over the tile.
+Torch is the definition (`methods/`, `ram.py`, `rounding.py`) and runs on any device; for RAM's methods the compiled
+loops give the same bits in one pass over the tile.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -17,7 +17,9 @@ from ..errors import CorruptedFileError
 from . import kernels
 from .codec import Layer, apply_layer, array_of, is_finite
 from .kernels import KERNEL_DTYPES
-from .ram import TileUpdate, average_tile, mask_inactive_, selective_merge_tile, unique_magnitudes
+from .methods import METHODS
+from .methods.method import TileContext
+from .ram import TileUpdate, mask_inactive_, set_mask, unique_magnitudes
 from .rounding import round_stochastic, stream_state
 
 
@@ -56,19 +58,25 @@ class TileMerge:
 
     Args:
         method (`str`):
-            One of [`~ram_trl.arithmetic.ram.METHODS`].
+            One of [`~ram_trl.arithmetic.methods.METHODS`].
         epsilon (`float`):
-            Threshold of equation 1; 0 for `"average"`, which knows no masks.
+            Threshold of equation 1.
         factors (`Sequence[float]`):
-            Rescale factor lambda of every agent.
+            Rescale factor lambda of every agent; 1 unless the method is one of RAM's.
         weights (`Sequence[float]`):
             Weight w of every agent, positive.
         rounding (`str`):
             `"nearest"` or `"stochastic"`.
         seed (`int`):
-            Seed of stochastic rounding.
+            Seed of stochastic rounding, and of a method's own randomness.
         device (`torch.device`):
             Where torch computes.
+        agents (`Sequence[str]`, *optional*):
+            Names and versions of the agents.
+        options (`Mapping[str, float]`, *optional*):
+            Every option of the method.
+        thresholds (`Mapping[str, Sequence[float]]`, *optional*):
+            For every tensor the smallest magnitude that is kept of each agent, of a method that trims.
     """
 
     method: str
@@ -78,6 +86,28 @@ class TileMerge:
     rounding: str
     seed: int
     device: torch.device
+    agents: Sequence[str] = ()
+    options: Mapping[str, float] = field(default_factory=dict)
+    thresholds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    @property
+    def ignored(self) -> float:
+        """Size up to which changes make no difference to the result."""
+        return self.epsilon if METHODS[self.method].rescale else 0.0
+
+    def context(self, name: str, start: int, fishers: Sequence[Tensor] = ()) -> TileContext:
+        """What the method may know of a tile."""
+        return TileContext(
+            name=name,
+            start=start,
+            agents=self.agents,
+            weights=self.weights,
+            factors=self.factors,
+            options=self.options,
+            thresholds=self.thresholds.get(name, ()),
+            fishers=[_on_device(fisher, self.device) for fisher in fishers],
+            seed=self.seed,
+        )
 
 
 class Finiteness(Enum):
@@ -107,7 +137,14 @@ class MergedTile:
 
 
 def merge_tile_eager(
-    base: Tensor, updates: Sequence[TileUpdate], merge: TileMerge, name: str, start: int, out: Tensor
+    base: Tensor,
+    updates: Sequence[TileUpdate],
+    merge: TileMerge,
+    name: str,
+    start: int,
+    out: Tensor,
+    merged_delta: Tensor | None = None,
+    fishers: Sequence[Tensor] = (),
 ) -> MergedTile:
     """Merge one tile with torch.
 
@@ -115,7 +152,7 @@ def merge_tile_eager(
         base (`Tensor`):
             Parameters of the base model in their own dtype, flat, on the CPU.
         updates (`Sequence[TileUpdate]`):
-            The agents that touch this tile, at least one, on the CPU, without masks.
+            The agents that touch this tile, on the CPU, without masks; at least one unless `merged_delta` is given.
         merge ([`TileMerge`]):
             How to merge.
         name (`str`):
@@ -124,10 +161,16 @@ def merge_tile_eager(
             Index of the tile's first element in the flattened tensor.
         out (`Tensor`):
             Where the merged parameters go: in the output's dtype, flat, on the CPU.
+        merged_delta (`Tensor`, *optional*):
+            What the method made of the whole matrix, here: float32, flat, on the CPU.
+        fishers (`Sequence[Tensor]`, *optional*):
+            Fisher information of every agent, for a method that needs it: float32, flat, on the CPU.
     """
     diverged = [update.agent for update in updates if not is_finite(update.delta)]
     with _own_stream(merge.device):
-        finiteness, magnitudes = _merge_eager(base, updates, merge, name, start, out)
+        finiteness, magnitudes = _merge_eager(
+            base, updates, merge, merge.context(name, start, fishers), out, merged_delta
+        )
     return MergedTile(finiteness, diverged, magnitudes)
 
 
@@ -140,7 +183,7 @@ def round_tile(base: Tensor, merge: TileMerge, name: str, start: int, out: Tenso
 def merge_tile_compiled(
     base: Tensor, updates: Sequence[TileUpdate | PackedUpdate], merge: TileMerge, name: str, start: int, out: Tensor
 ) -> MergedTile:
-    """Merge one tile with the compiled loops. Arguments as [`merge_tile_eager`]; not for the method `"average"`.
+    """Merge one tile with the compiled loops. Arguments as [`merge_tile_eager`]; for RAM's methods.
 
     Raises:
         CorruptedFileError: if a packed update does not fit itself.
@@ -174,21 +217,29 @@ def _is_update_finite(update: TileUpdate | PackedUpdate, base: Tensor) -> bool:
 
 
 def _merge_eager(
-    base: Tensor, updates: Sequence[TileUpdate], merge: TileMerge, name: str, start: int, out: Tensor
+    base: Tensor,
+    updates: Sequence[TileUpdate],
+    merge: TileMerge,
+    context: TileContext,
+    out: Tensor,
+    merged_delta: Tensor | None,
 ) -> tuple[Finiteness, list[tuple[float, float]]]:
-    exact_base = _on_device(base, merge.device).float()
+    method, exact_base = METHODS[merge.method], _on_device(base, merge.device).float()
+    mask = mask_inactive_ if method.rescale else set_mask
     updates = [
-        TileUpdate(update.agent, _on_device(update.value, merge.device), _on_device(update.delta, merge.device))
+        mask(
+            TileUpdate(update.agent, _on_device(update.value, merge.device), _on_device(update.delta, merge.device)),
+            merge.epsilon,
+        )
         for update in updates
     ]
-    updates = [mask_inactive_(update, merge.epsilon) for update in updates]
-    if merge.method == "average":
-        merged = average_tile(exact_base, updates, merge.weights)
+    if merged_delta is None:
+        merged = method.merge_tile(exact_base, updates, context)
     else:
-        merged = selective_merge_tile(exact_base, updates, merge.factors, merge.weights)
-    rounded = _rounded(merged, merge, name, start, out.dtype)
+        merged = exact_base + _on_device(merged_delta, merge.device)
+    rounded = _rounded(merged, merge, context.name, context.start, out.dtype)
     out.copy_(rounded)
-    return _finiteness(merged, out), unique_magnitudes(exact_base, rounded, updates)
+    return _finiteness(merged, out), unique_magnitudes(exact_base, rounded, updates) if updates else []
 
 
 def _rounded(values: Tensor, merge: TileMerge, name: str, start: int, dtype: torch.dtype) -> Tensor:

@@ -72,8 +72,8 @@ def integrate_agents(
         progress (`Callable`, *optional*):
             Called on rank 0 with what is being done, the bytes done and the bytes to do.
         **settings:
-            `method`, `r`, `alpha`, `epsilon`, `weights`, `output_dtype`, `rounding`, `seed`, `engine`: see
-            [`merge_agents`].
+            `method`, `method_options`, `r`, `alpha`, `epsilon`, `weights`, `output_dtype`, `rounding`, `seed`,
+            `engine`: see [`merge_agents`].
 
     Returns:
         [`~ram_trl.storage.generalists.Generalist`]: the new version, on every rank; `manifest.refused` says why the
@@ -184,8 +184,8 @@ class Integration:
         """The command line that merges so."""
         words: dict[str, list[Any]] = {"registry": [registry.path], "merge_to": [self.generalist]}
         for name, value in self.options.items():
-            if name == "weights":
-                words[name] = [f"{agent}={weight}" for agent, weight in (value or {}).items()]
+            if name in ("weights", "method_options"):
+                words[name] = [f"{key}={number}" for key, number in (value or {}).items()]
             elif name == "agents":
                 words[name] = list(value or ())
             elif value is not None:

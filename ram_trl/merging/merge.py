@@ -4,6 +4,7 @@ Every step is taken by all ranks together; a rank that fails is heard by the oth
 """
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,11 +14,12 @@ from typing import Any
 
 from ..arithmetic import kernels
 from ..arithmetic.defaults import DEFAULT_EPSILON
-from ..arithmetic.ram import OverlapCounts, overlap_ratio, rescale_factor
+from ..arithmetic.methods import METHODS
+from ..arithmetic.ram import OverlapCounts, overlap_ratio
 from ..arithmetic.tile import TileMerge
 from ..distributed import SINGLE, World
 from ..progress import Progress
-from ..storage.checkpoint import CheckpointWriter, copy_model_files, parse_size, plan_shards
+from ..storage.checkpoint import CheckpointWriter, TensorWriter, copy_model_files, parse_size, plan_shards
 from ..storage.durable import check_output_dir, output_dir_stage, write_json
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.tensor_file import TensorFile
@@ -26,9 +28,10 @@ from .model_card import model_card
 from .passes import merge_tensors, probe_tensors
 from .plan import MergePlan, MergeSettings, plan_merge
 from .report import build_report
+from .thresholds import PASSES, find_thresholds
 
 
-__all__ = ["merge_agents", "run_merge"]
+__all__ = ["merge_agents", "run_merge", "run_passes"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ def merge_agents(
     *,
     agents: Sequence[str] | None = None,
     method: str = "ram_plus",
+    method_options: Mapping[str, float] | None = None,
     r: float = 0.1,
     alpha: float = 2.0,
     epsilon: float = DEFAULT_EPSILON,
@@ -63,8 +67,10 @@ def merge_agents(
         agents (`Sequence[str]`, *optional*):
             Agents to merge, `"math"` or `"math@v2"`; by default the latest version of every agent.
         method (`str`, *optional*, defaults to `"ram_plus"`):
-            `"ram_plus"` (equation 6), `"ram"` (no rescaling), `"ram_plus_soft"` (appendix E) or `"average"` (the plain
-            mean of the task vectors, for comparison).
+            `"ram_plus"` (equation 6), `"ram"` (no rescaling), `"ram_plus_soft"` (appendix E), or another one of
+            [`~ram_trl.arithmetic.methods.METHODS`].
+        method_options (`Mapping[str, float]`, *optional*):
+            Options of the method beside r and alpha, like `{"density": 0.1}` of `"ties"`; its paper's by default.
         r (`float`, *optional*, defaults to `0.1`):
             Rescale strength.
         alpha (`float`, *optional*, defaults to `2.0`):
@@ -78,10 +84,10 @@ def merge_agents(
         rounding (`str`, *optional*, defaults to `"nearest"`):
             `"nearest"` or `"stochastic"`.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of stochastic rounding.
+            Seed of stochastic rounding, and of what a method does at random.
         engine (`str`, *optional*, defaults to `"auto"`):
             `"compiled"` (loops compiled for the CPU), `"eager"` (torch, on the GPU if there is one) or `"auto"`:
-            compiled where the installation has them and the method is not `"average"`. The bytes are the same.
+            compiled where the installation has them and the method is one of RAM's. The bytes are the same.
         max_shard_size (`str`, *optional*, defaults to `"5GB"`):
             Largest size of a weight file.
         base_model (`str`, *optional*):
@@ -102,6 +108,7 @@ def merge_agents(
     def make_plan() -> MergePlan:
         settings = MergeSettings(
             method=method,
+            method_options=method_options or {},
             r=r,
             alpha=alpha,
             epsilon=epsilon,
@@ -156,34 +163,54 @@ def run_merge(
     Returns:
         `dict`: the content of `merge_report.json`.
     """
-    settings = plan.settings
     with contextlib.closing(plan), contextlib.ExitStack() as stack:
-        report, counts, factors = _probe(plan, world, progress)
-        staged = world.run_on_main(lambda: stack.enter_context(stage()))
-        writer = CheckpointWriter(staged, plan_shards(plan.outputs, parse_size(max_shard_size)))
-        stack.callback(writer.close)
-        world.run_on_main(writer.create)
-        world.run(writer.open)
-        names = plan.share(world.rank, world.size)
-        advance = _meter("merge", plan.nbytes(names), progress if world.is_main else None)
-        how = TileMerge(
-            method=settings.method,
-            # a plain average knows no masks
-            epsilon=0.0 if settings.method == "average" else settings.epsilon,
-            factors=factors,
-            weights=plan.weights,
-            rounding=settings.rounding,
-            seed=settings.seed,
-            device=world.device,
-        )
-        local = world.run(lambda: merge_tensors(plan, names, how, writer, advance))
-        magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
-        report = build_report(plan, counts, factors, magnitudes)
-        world.run(plan.check_unchanged)
-        writer.close()
+        staged = Path()
+
+        def lay_out() -> CheckpointWriter:
+            nonlocal staged
+            staged = world.run_on_main(lambda: stack.enter_context(stage()))
+            writer = CheckpointWriter(staged, plan_shards(plan.outputs, parse_size(max_shard_size)))
+            stack.callback(writer.close)
+            world.run_on_main(writer.create)
+            world.run(writer.open)
+            return writer
+
+        report = run_passes(plan, lay_out, world=world, progress=progress)
         world.run_on_main(lambda: _finish(plan, staged, report, title))
         # leaving the staged directory publishes it
         world.run_on_main(stack.close)
+    return report
+
+
+def run_passes(
+    plan: MergePlan, make_writer: Callable[[], TensorWriter], *, world: World, progress: Progress | None
+) -> dict[str, Any]:
+    """Check the agents, probe, and merge into whatever writes. All ranks call it.
+
+    Args:
+        plan ([`~ram_trl.merging.plan.MergePlan`]):
+            The plan; it stays open.
+        make_writer (`Callable`):
+            Called after the probe; gives what `write(name, start, values)` is called of, from several threads. It is
+            closed at the end.
+        world ([`~ram_trl.distributed.World`]):
+            The processes that merge together.
+        progress (`Callable`, *optional*):
+            Called on rank 0 with what is being done, the bytes done and the bytes to do.
+
+    Returns:
+        `dict`: the content of `merge_report.json`.
+    """
+    _, counts, factors = _probe(plan, world, progress)
+    names = plan.share(world.rank, world.size)
+    how = _prepare(plan, names, counts.total, factors, world, progress)
+    writer = make_writer()
+    advance = _meter("merge", plan.nbytes(names), progress if world.is_main else None)
+    local = world.run(lambda: merge_tensors(plan, names, how, writer, advance))
+    magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
+    report = build_report(plan, counts, factors, magnitudes)
+    world.run(plan.check_unchanged)
+    writer.close()
     return report
 
 
@@ -197,13 +224,15 @@ def _probe(
     advance = _meter("probe", plan.nbytes(names), progress)
     local = world.run(lambda: probe_tensors(plan, names, advance))
     counts = OverlapCounts.from_list(world.sum_counts(local.to_list()), len(plan.agents))
-    factors = [
-        rescale_factor(settings.method, overlap_ratio(shared, unique), r=settings.r, alpha=settings.alpha)
-        for shared, unique in zip(counts.shared, counts.unique, strict=True)
-    ]
+    factors, method = [1.0] * len(plan.agents), METHODS[settings.method]
+    if method.rescale:
+        factors = [
+            method.rescale(overlap_ratio(shared, unique), r=settings.r, alpha=settings.alpha)
+            for shared, unique in zip(counts.shared, counts.unique, strict=True)
+        ]
     report = build_report(plan, counts, factors)
     if world.is_main:
-        if settings.engine == "auto" and kernels.compiled is None and settings.method != "average":
+        if settings.engine == "auto" and kernels.compiled is None and method.rescale:
             logger.warning(
                 "this installation has no compiled loops, torch merges in several times as long: install ram_trl "
                 "again where there is a C compiler"
@@ -211,6 +240,33 @@ def _probe(
         for warning in report["warnings"]:
             logger.warning(warning)
     return report, counts, factors
+
+
+def _prepare(
+    plan: MergePlan,
+    names: Sequence[str],
+    total: int,
+    factors: Sequence[float],
+    world: World,
+    progress: Progress | None,
+) -> TileMerge:
+    """How to merge a tile, with what the method has to find out before."""
+    settings = plan.settings
+    how = TileMerge(
+        method=settings.method,
+        epsilon=settings.epsilon,
+        factors=factors,
+        weights=plan.weights,
+        rounding=settings.rounding,
+        seed=settings.seed,
+        device=world.device,
+        agents=[str(agent) for agent in plan.agents],
+        options=settings.method_options,
+    )
+    if METHODS[settings.method].trimmed_from is None:
+        return how
+    advance = _meter("trim", PASSES * plan.nbytes(names), progress if world.is_main else None)
+    return dataclasses.replace(how, thresholds=find_thresholds(plan, names, total, how, world, advance))
 
 
 def _verify(agents: Sequence[RegisteredAgent], progress: Progress | None) -> None:

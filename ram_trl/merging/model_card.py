@@ -4,17 +4,18 @@ import json
 import os
 from typing import Any
 
+from ..arithmetic.methods import METHODS
 from .report import COLUMNS, format_row
 
 
 __all__ = ["model_card"]
 
-_METHOD_NAMES = {
-    "ram_plus": "RAM+",
-    "ram": "RAM",
-    "ram_plus_soft": "RAM+s (soft saturation)",
-    "average": "plain average",
-}
+_TAGS = ("merge", "ram", "reinforcement-learning", "trl", "ram_trl")
+
+_RESCALING = """\
+An agent's unique changes are multiplied by its weight and lambda; "effective" is lambda as it
+  came out after rounding to the dtype of these weights. Shared changes are averaged by weight."""
+_NOT_RESCALING = '"effective" is what is left in these weights of what the agent alone changed.'
 
 _CARD = """\
 ---
@@ -23,17 +24,16 @@ _CARD = """\
 
 # {title}
 
-One model merged from {num_agents} reinforced {agents}, all trained from `{base}`, with {method}
-([Reinforced Agent Merging](https://huggingface.co/papers/2601.13572)). Parameters that several agents changed are
-averaged, parameters that one agent changed are kept{rescaled}.
+One model merged from {num_agents} reinforced {agents}, all trained from `{base}`, with
+[{method}](https://huggingface.co/papers/{paper}){options}.
+{summary}
 
 | {columns} |
 |---|---|---:|---:|---:|---:|---:|---:|---:|---:|
 {rows}
 
 - A parameter counts as changed when it differs from the base by more than epsilon = {epsilon:g}.
-- rho = shared / unique. An agent's unique changes are multiplied by its weight and lambda; "effective" is lambda as it
-  came out after rounding to the dtype of these weights. Shared changes are averaged by weight.
+- rho = shared / unique. {columns_mean}
 - Parameters by the number of agents that changed them: {overlap}; {total:,} in all.
 {warnings}
 ## How to use
@@ -64,7 +64,7 @@ def model_card(report: dict[str, Any], title: str) -> str:
         title (`str`):
             Name of the model.
     """
-    base, agents = report["base_model"], report["agents"]
+    base, agents, method = report["base_model"], report["agents"], METHODS[report["method"]]
     front_matter = []
     is_local = os.path.isabs(base["name"])
     if not is_local:
@@ -73,9 +73,9 @@ def model_card(report: dict[str, Any], title: str) -> str:
     front_matter += [
         "library_name: transformers",
         "tags:",
-        *(f"- {tag}" for tag in ("merge", "ram", "reinforcement-learning", "trl", "ram_trl")),
+        *(f"- {tag}" for tag in _TAGS if method.rescale or tag != "ram"),
     ]
-    rescaled = ", rescaled by how much of the agent was shared" if report["method"].startswith("ram_plus") else ""
+    options = ", ".join(f"{name} = {value:g}" for name, value in report["method_options"].items())
     overlap = ", ".join(f"{count:,} by {number or 'none'}" for number, count in enumerate(report["overlap_histogram"]))
     return _CARD.format(
         front_matter="\n".join(front_matter),
@@ -84,8 +84,11 @@ def model_card(report: dict[str, Any], title: str) -> str:
         agents="agent" if len(agents) == 1 else "agents",
         # of a local base the name of its directory, not where it is
         base=os.path.basename(base["name"]) if is_local else base["name"],
-        method=_METHOD_NAMES[report["method"]],
-        rescaled=rescaled if report["method"] != "average" else "",
+        method=method.title,
+        paper=method.paper,
+        options=f" ({options})" if options else "",
+        summary=method.summary,
+        columns_mean=_RESCALING if method.rescale else _NOT_RESCALING,
         columns=" | ".join(COLUMNS),
         rows="\n".join(f"| {' | '.join(format_row(row))} |" for row in agents),
         epsilon=report["epsilon"],
@@ -104,4 +107,7 @@ def _arguments(report: dict[str, Any]) -> str:
     weights = " ".join(f"{row['name']}@v{row['version']}={row['weight']!r}" for row in report["agents"])
     options = ("method", "r", "alpha", "epsilon", "output_dtype", "rounding", "seed")
     listed = " ".join(f"--{option} {report[option]}" for option in options)
+    if report["method_options"]:
+        own = " ".join(f"{name}={value!r}" for name, value in report["method_options"].items())
+        listed += f" --method_options {own}"
     return f"--agents {agents} {listed} --weights {weights}"

@@ -8,12 +8,12 @@ and the disk is busy while others compute.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..arithmetic.codec import TILE_NUMEL, is_finite, is_mergeable
+from ..arithmetic.codec import is_finite, is_mergeable
 from ..arithmetic.ram import OverlapCounts, TileUpdate, count_overlaps
 from ..arithmetic.tile import (
     Finiteness,
@@ -25,9 +25,11 @@ from ..arithmetic.tile import (
 )
 from ..errors import NonFiniteError
 from ..storage.base_model import BaseDigests
-from ..storage.checkpoint import CheckpointWriter
-from ..storage.tensor_file import PIECE_NUMEL, digest_piece
+from ..storage.checkpoint import TensorWriter
+from ..storage.tensor_file import digest_piece
 from ..threads import Scratch, in_threads
+from .blocks import Block, base_first, blocks_of, read_base
+from .matrices import merge_matrix
 from .plan import MergePlan
 
 
@@ -35,16 +37,6 @@ __all__ = ["merge_tensors", "probe_tensors"]
 
 # For every agent the magnitude of its unique changes as written, and in the agent.
 Magnitudes = list[tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Elements `start ... stop - 1` of a flattened tensor, and their bytes in the base: one piece of its digest."""
-
-    name: str
-    start: int
-    stop: int
-    nbytes: int
 
 
 def probe_tensors(plan: MergePlan, names: Sequence[str], advance: Callable[[int], None]) -> OverlapCounts:
@@ -69,19 +61,19 @@ def probe_tensors(plan: MergePlan, names: Sequence[str], advance: Callable[[int]
         if not all(plan.vectors[at].stores_masks(epsilon) for at in agents)
     }
 
-    def count(block: _Block) -> tuple[OverlapCounts, list[bytes]]:
+    def count(block: Block) -> tuple[OverlapCounts, list[bytes]]:
         counts, digests = OverlapCounts.zeros(len(plan.agents)), []
         if not is_mergeable(plan.base.tensors[block.name].dtype):
             return counts, digests
         base = None
         if block.name in needs_base:
-            base = _read_base(plan, block, scratch)
+            base = read_base(plan, block, scratch)
             digests = [digest_piece(base)]
-        for start, stop in _tile_bounds(block):
+        for start, stop in block.tiles():
             tile = None if base is None else base[start - block.start : stop - block.start]
             masks = {}
             for position in plan.touched_by.get(block.name, ()):
-                with _base_first(plan, block.name):
+                with base_first(plan, block.name):
                     mask = plan.vectors[position].mask(block.name, start, stop - start, tile, epsilon)
                 if mask is not None:
                     masks[position] = mask
@@ -90,7 +82,7 @@ def probe_tensors(plan: MergePlan, names: Sequence[str], advance: Callable[[int]
 
     total, checked = OverlapCounts.zeros(len(plan.agents)), BaseDigests(plan.base, plan.records)
     # closed here: no thread goes on with files that are closed after a failure
-    with contextlib.closing(in_threads(count, _blocks(plan, names))) as results:
+    with contextlib.closing(in_threads(count, blocks_of(plan, names))) as results:
         for block, (counts, digests) in results:
             total.add(counts)
             for digest in digests:
@@ -103,7 +95,7 @@ def merge_tensors(
     plan: MergePlan,
     names: Sequence[str],
     how: TileMerge,
-    writer: CheckpointWriter,
+    writer: TensorWriter,
     advance: Callable[[int], None],
 ) -> dict[str, Magnitudes]:
     """Merge some of the tensors (section 4.3) and write them. Every byte of the base is checked on the way.
@@ -115,7 +107,7 @@ def merge_tensors(
             Tensors to merge.
         how ([`~ram_trl.arithmetic.tile.TileMerge`]):
             How to merge a tile.
-        writer ([`~ram_trl.storage.checkpoint.CheckpointWriter`]):
+        writer ([`~ram_trl.storage.checkpoint.TensorWriter`]):
             Where to write.
         advance (`Callable[[int], None]`):
             Called with the bytes of every block that is done.
@@ -130,49 +122,63 @@ def merge_tensors(
     """
     scratch = Scratch()
 
-    def merge(block: _Block) -> tuple[list[tuple[str, bytes]], Magnitudes]:
-        base = _read_base(plan, block, scratch)
+    def merge(block: Block, matrix: Tensor | None = None) -> tuple[list[tuple[str, bytes]], Magnitudes]:
+        base = read_base(plan, block, scratch)
         copies = plan.copies_of[block.name]
         digests = [(block.name, digest_piece(base))]
         for copy in copies:
             if copy.name != block.name:
                 repeat = plan.base.read(copy.name, block.start, block.stop)
                 digests.append((copy.name, digest_piece(repeat)))
-        with _base_first(plan, block.name):
-            merged, magnitudes = _merge_block(plan, block, base, how, scratch)
+        with base_first(plan, block.name):
+            merged, magnitudes = _merge_block(plan, block, base, how, scratch, matrix)
         for copy in copies:
             writer.write(copy.name, block.start, merged)
         return digests, magnitudes
 
     parts: dict[str, list[Magnitudes]] = {}
     checked = BaseDigests(plan.base, plan.records)
-    with contextlib.closing(in_threads(merge, _blocks(plan, names))) as results:
-        for block, (digests, magnitudes) in results:
-            for name, digest in digests:
-                checked.add(name, digest)
-            if magnitudes:
-                parts.setdefault(block.name, []).append(magnitudes)
-            advance(block.nbytes)
+
+    def take(results: Iterator[tuple[Block, tuple[list[tuple[str, bytes]], Magnitudes]]]) -> None:
+        with contextlib.closing(results):
+            for block, (digests, magnitudes) in results:
+                for name, digest in digests:
+                    checked.add(name, digest)
+                if magnitudes:
+                    parts.setdefault(block.name, []).append(magnitudes)
+                advance(block.nbytes)
+
+    take(in_threads(merge, blocks_of(plan, [name for name in names if not plan.is_whole(name)])))
+    for name in filter(plan.is_whole, names):
+        matrix = merge_matrix(plan, name, how)
+        take(in_threads(partial(merge, matrix=matrix), blocks_of(plan, [name])))
     return {name: _add_magnitudes(blocks) for name, blocks in parts.items()}
 
 
 def _merge_block(
-    plan: MergePlan, block: _Block, base: Tensor, how: TileMerge, scratch: Scratch
+    plan: MergePlan, block: Block, base: Tensor, how: TileMerge, scratch: Scratch, matrix: Tensor | None
 ) -> tuple[Tensor, Magnitudes]:
-    """Merged parameters of a block, and the magnitudes of the agents' unique changes; none if nothing is changed."""
+    """Merged parameters of a block, and the magnitudes of the agents' unique changes; none if nothing is changed.
+
+    `matrix` is the merged delta of the whole tensor, where the method sees it whole.
+    """
     dtype = plan.copies_of[block.name][0].dtype
     if not is_mergeable(base.dtype):
         return base, []
     data = scratch.take(base.numel() * dtype.itemsize, "merged")
     merged, tiles = torch.from_numpy(data).view(dtype), []
-    merge_tile = merge_tile_compiled if plan.is_compiled else merge_tile_eager
-    for start, stop in _tile_bounds(block):
+    for start, stop in block.tiles():
         inside = slice(start - block.start, stop - block.start)
-        updates = _updates(plan, block.name, start, base[inside], how.epsilon)
-        if not updates:
+        updates = _updates(plan, block.name, start, base[inside], how.ignored)
+        if not updates and matrix is None:
             _check_finite(block.name, round_tile(base[inside], how, block.name, start, merged[inside]), dtype)
             continue
-        tile = merge_tile(base[inside], updates, how, block.name, start, merged[inside])
+        arguments = base[inside], updates, how, block.name, start, merged[inside]
+        if plan.is_compiled:
+            tile = merge_tile_compiled(*arguments)
+        else:
+            fishers = [fisher.read(block.name, start, stop).float() for fisher in plan.fishers]
+            tile = merge_tile_eager(*arguments, None if matrix is None else matrix[start:stop], fishers)
         if tile.diverged:
             _check_finite(block.name, Finiteness.FINITE if is_finite(base[inside]) else Finiteness.NOT_FINITE, dtype)
             raise plan.vectors[tile.diverged[0]].diverged(block.name)
@@ -198,20 +204,6 @@ def _updates(plan: MergePlan, name: str, start: int, base: Tensor, epsilon: floa
     return updates
 
 
-def _read_base(plan: MergePlan, block: _Block, scratch: Scratch) -> Tensor:
-    return plan.base.read(block.name, block.start, block.stop, into=scratch.take(block.nbytes, "base"))
-
-
-@contextlib.contextmanager
-def _base_first(plan: MergePlan, name: str) -> Iterator[None]:
-    """Over a wrong base an agent can seem to have diverged: what is said then must be said of the base."""
-    try:
-        yield
-    except NonFiniteError:
-        BaseDigests(plan.base, plan.records).compare(name, plan.base.digest(name))
-        raise
-
-
 def _check_finite(name: str, finiteness: Finiteness, dtype: torch.dtype) -> None:
     """Refuse to write NaN and infinity."""
     if finiteness is Finiteness.TOO_LARGE:
@@ -226,18 +218,3 @@ def _add_magnitudes(parts: list[Magnitudes]) -> Magnitudes:
         (math.fsum(after for after, _ in pairs), math.fsum(before for _, before in pairs))
         for pairs in zip(*parts, strict=True)
     ]
-
-
-def _tile_bounds(block: _Block) -> Iterator[tuple[int, int]]:
-    for start in range(block.start, block.stop, TILE_NUMEL):
-        yield start, min(start + TILE_NUMEL, block.stop)
-
-
-def _blocks(plan: MergePlan, names: Sequence[str]) -> list[_Block]:
-    blocks = []
-    for name in names:
-        info = plan.base.tensors[name]
-        for start in range(0, info.numel, PIECE_NUMEL):
-            stop = min(start + PIECE_NUMEL, info.numel)
-            blocks.append(_Block(name, start, stop, (stop - start) * info.dtype.itemsize))
-    return blocks

@@ -1,7 +1,7 @@
 """The plan of a merge, made from headers and records alone. Whatever can be refused is refused here."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,14 +9,17 @@ import torch
 from ..arithmetic import kernels
 from ..arithmetic.codec import DTYPE_OPTIONS, is_mergeable
 from ..arithmetic.defaults import DEFAULT_EPSILON
-from ..arithmetic.ram import METHODS
+from ..arithmetic.methods import METHODS
+from ..arithmetic.methods.matrices import is_linear_layer
+from ..arithmetic.methods.method import fill_options
 from ..arithmetic.tile import ENGINES
 from ..errors import ConfigError, CorruptedFileError
 from ..storage.base_model import check_records, check_same_base, open_recorded_base
 from ..storage.checkpoint import Checkpoint
+from ..storage.fisher import FisherStore
 from ..storage.manifest import TensorRecord
 from ..storage.registry import AgentRegistry, RegisteredAgent
-from ..storage.tensor_file import TensorInfo
+from ..storage.tensor_file import TensorFile, TensorInfo
 from ..task_vector import TaskVector, open_task_vector
 
 
@@ -36,6 +39,7 @@ class MergeSettings:
     """
 
     method: str = "ram_plus"
+    method_options: Mapping[str, float] = field(default_factory=dict)
     r: float = 0.1
     alpha: float = 2.0
     epsilon: float = DEFAULT_EPSILON
@@ -51,8 +55,9 @@ class MergeSettings:
             for name in ("r", "alpha", "epsilon"):
                 object.__setattr__(self, name, float(getattr(self, name)))
             object.__setattr__(self, "seed", operator.index(self.seed))
-            weights = {str(agent): float(weight) for agent, weight in (self.weights or {}).items()}
-            object.__setattr__(self, "weights", weights)
+            for name in ("weights", "method_options"):
+                numbers = {str(key): float(value) for key, value in (getattr(self, name) or {}).items()}
+                object.__setattr__(self, name, numbers)
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"an option of the merge has a value of the wrong type: {error}") from error
         for name, value, choices in (
@@ -63,6 +68,8 @@ class MergeSettings:
         ):
             if not isinstance(value, str) or value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}")
+        # a number that is not finite is in no range
+        object.__setattr__(self, "method_options", fill_options(METHODS[self.method], self.method_options))
         for name, value in (("r", self.r), ("alpha", self.alpha), ("epsilon", self.epsilon)):
             if not 0 <= value <= _LARGEST:
                 raise ConfigError(f"{name}={value} must be a number from 0 to {_LARGEST:g}")
@@ -77,8 +84,8 @@ class MergeSettings:
                 "engine=compiled, but this installation has no compiled loops: install ram_trl again where there is a "
                 "C compiler, or merge with --engine eager"
             )
-        if self.engine == "compiled" and self.method == "average":
-            raise ConfigError("engine=compiled is not for method=average: merge with --engine auto")
+        if self.engine == "compiled" and not METHODS[self.method].rescale:
+            raise ConfigError(f"engine=compiled is not for method={self.method}: merge with --engine auto")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,6 +97,8 @@ class MergePlan:
             Agents of the merge, in the order given.
         vectors (`list[TaskVector]`):
             Their task vectors, open.
+        fishers (`list[TensorFile]`):
+            Their Fisher information, open, if the method needs it.
         base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
             Base model, open.
         records (`dict[str, TensorRecord]`):
@@ -108,6 +117,7 @@ class MergePlan:
 
     agents: list[RegisteredAgent]
     vectors: list[TaskVector]
+    fishers: list[TensorFile]
     base: Checkpoint
     records: dict[str, TensorRecord]
     settings: MergeSettings
@@ -135,16 +145,23 @@ class MergePlan:
     def is_compiled(self) -> bool:
         """Whether the compiled loops merge, or torch."""
         settings = self.settings
-        return settings.engine != "eager" and kernels.compiled is not None and settings.method != "average"
+        has_loops = kernels.compiled is not None and METHODS[settings.method].rescale is not None
+        return has_loops and settings.engine != "eager"
+
+    def is_whole(self, name: str) -> bool:
+        """Whether the method merges a tensor of the base as one matrix."""
+        sees_matrices = METHODS[self.settings.method].merge_matrix is not None
+        info = self.base.tensors[name]
+        return sees_matrices and name in self.touched_by and is_linear_layer(name, info.shape)
 
     def check_unchanged(self) -> None:
         """Refuse inputs that were written to since they were opened: what was checked is not what was merged."""
-        for source in (self.base, *self.vectors):
+        for source in (self.base, *self.vectors, *self.fishers):
             source.check_unchanged()
 
     def close(self) -> None:
-        for vector in self.vectors:
-            vector.close()
+        for source in (*self.vectors, *self.fishers):
+            source.close()
 
 
 def plan_merge(
@@ -200,6 +217,7 @@ def plan_merge(
     return MergePlan(
         agents=chosen,
         vectors=vectors,
+        fishers=_open_fishers(registry, chosen, base, touched_by) if METHODS[settings.method].needs_fisher else [],
         base=base,
         records=records,
         settings=settings,
@@ -208,6 +226,17 @@ def plan_merge(
         outputs=outputs,
         copies_of=copies_of,
     )
+
+
+def _open_fishers(
+    registry: AgentRegistry, agents: Sequence[RegisteredAgent], base: Checkpoint, touched: Iterable[str]
+) -> list[TensorFile]:
+    fishers = [FisherStore(registry).open(agent) for agent in agents]
+    for agent, fisher in zip(agents, fishers, strict=True):
+        for name in touched:
+            if name not in fisher.tensors or fisher.tensors[name].shape != base.tensors[name].shape:
+                raise CorruptedFileError(f"the Fisher of agent {agent} has no tensor {name!r} of the base's shape")
+    return fishers
 
 
 def _weights(agents: list[RegisteredAgent], weights: Mapping[str, float]) -> list[float]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ..arithmetic.methods import METHODS
 from ..arithmetic.ram import OverlapCounts, overlap_ratio
 from ..storage.registry import RegisteredAgent
 from ..version import __version__
@@ -32,12 +33,13 @@ def build_report(
         counts ([`~ram_trl.arithmetic.ram.OverlapCounts`]):
             Overlap statistics of the whole model.
         factors (`Sequence[float]`):
-            Rescale factor lambda of every agent.
+            Rescale factor lambda of every agent, for RAM's methods.
         magnitudes (`dict`, *optional*):
             Magnitudes of unique changes from [`merge_tensors`], of all ranks; without them the effective lambdas are
             left out.
     """
     settings, base = plan.settings, plan.agents[0].manifest.base_model
+    is_rescaling = METHODS[settings.method].rescale is not None
     rows = []
     for position, agent in enumerate(plan.agents):
         changed, unique, shared = counts.changed[position], counts.unique[position], counts.shared[position]
@@ -51,19 +53,21 @@ def build_report(
             "unique": unique,
             "density": changed / counts.total if counts.total else 0.0,
             "rho": "inf" if math.isinf(rho) else rho,
-            "lambda": factors[position],
+            "lambda": factors[position] if is_rescaling else None,
             "weight": plan.weights[position],
             # of an agent that was rounded to the base's dtype: the share of its update that this took away
             "hidden_update": agent.manifest.snapshot.hidden_update,
         }
         if magnitudes is not None:
+            # an agent's weight is no part of lambda; of another method, what is left is left by its weight too
             row["effective_lambda"] = _ratio(
-                [tensor[position] for tensor in magnitudes.values()], plan.weights[position]
+                [tensor[position] for tensor in magnitudes.values()], plan.weights[position] if is_rescaling else 1.0
             )
         rows.append(row)
     report = {
         "ram_trl_version": __version__,
         "method": settings.method,
+        "method_options": settings.method_options,
         "r": settings.r,
         "alpha": settings.alpha,
         "epsilon": settings.epsilon,
@@ -94,7 +98,7 @@ def _warnings(report: dict[str, Any], agents: Sequence[RegisteredAgent]) -> list
                 f"agent {row['name']} changed nothing by more than epsilon={report['epsilon']:g}: it adds nothing to "
                 "the merge; lower --epsilon, or check that it was trained"
             )
-        elif len(agents) > 1 and report["method"] != "average":
+        elif len(agents) > 1 and METHODS[report["method"]].rescale:
             share = row["shared"] / row["changed"]
             if share > _MOSTLY_SHARED:
                 others = sorted((other for other in report["agents"] if other is not row), key=lambda o: -o["density"])
@@ -119,7 +123,7 @@ def format_row(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['shared']:,}",
         f"{row['unique']:,}",
         row["rho"] if isinstance(row["rho"], str) else f"{row['rho']:.3f}",
-        f"{row['lambda']:.4f}",
+        "-" if row["lambda"] is None else f"{row['lambda']:.4f}",
         "-" if effective is None else f"{effective:.4f}",
         f"{row['weight']:g}",
     )
@@ -137,15 +141,17 @@ def format_report(report: dict[str, Any]) -> str:
         for line in lines
     ]
     overlap = ", ".join(f"{count:,} by {agents or 'none'}" for agents, count in enumerate(report["overlap_histogram"]))
+    options = {name: report[name] for name in ("r", "alpha")} if METHODS[report["method"]].rescale else {}
+    options |= {**report["method_options"], "epsilon": report["epsilon"]}
     title = (
-        f"{report['method']}: r={report['r']:g}, alpha={report['alpha']:g}, epsilon={report['epsilon']:g} over "
+        f"{report['method']}: {', '.join(f'{name}={value:g}' for name, value in options.items())} over "
         f"{report['total_parameters']:,} parameters of {report['base_model']['name']}"
     )
     return "\n".join([title, *aligned, f"parameters changed: {overlap}"])
 
 
 def _ratio(pairs: list[tuple[float, float]], weight: float) -> float | None:
-    """What is left of lambda: the agent's weight is no part of it."""
+    """Magnitude in the written model over magnitude in the agent, times a weight."""
     after, before = math.fsum(pair[0] for pair in pairs), math.fsum(pair[1] for pair in pairs)
     # In their last places the sums depend on the engine.
     return float(f"{after / (weight * before):.6g}") if before else None

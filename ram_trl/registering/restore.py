@@ -9,7 +9,7 @@ from ..arithmetic.codec import TILE_NUMEL, codec_dtype
 from ..errors import CorruptedFileError
 from ..progress import Progress
 from ..storage.base_model import BaseDigests, open_recorded_base
-from ..storage.checkpoint import Checkpoint, CheckpointWriter, copy_model_files, parse_size, plan_shards
+from ..storage.checkpoint import Checkpoint, CheckpointWriter, TensorWriter, copy_model_files, parse_size, plan_shards
 from ..storage.durable import check_output_dir, output_dir_stage
 from ..storage.manifest import TensorRecord
 from ..storage.registry import AgentRegistry, RegisteredAgent
@@ -18,7 +18,7 @@ from ..task_vector import TaskVector, open_task_vector
 from ..threads import Scratch, Workers
 
 
-__all__ = ["restore_agent"]
+__all__ = ["restore_agent", "restored_dtype", "write_agent"]
 
 
 def restore_agent(
@@ -63,21 +63,13 @@ def restore_agent(
         task_vector = open_task_vector(registered)
         records = registered.tensors()
         infos = [
-            TensorInfo(info.name, _restored_dtype(registered, info, records), info.shape)
+            TensorInfo(info.name, restored_dtype(registered, info, records), info.shape)
             for info in base.tensors.values()
         ]
         writer = CheckpointWriter(staged, plan_shards(infos, shard_bytes))
         writer.create()
         writer.open()
-        done, total = 0, sum(info.nbytes for info in infos)
-        with Workers() as workers:
-            restored = _Restored(registered, base, task_vector, writer, workers)
-            for info in infos:
-                restored.write(info)
-                done += info.nbytes
-                if progress:
-                    progress("restore", done, total)
-            workers.drain()
+        write_agent(registered, base, task_vector, infos, writer, progress)
         base.check_unchanged()
         task_vector.check_unchanged()
         writer.close()
@@ -86,7 +78,46 @@ def restore_agent(
     return registered
 
 
-def _restored_dtype(agent: RegisteredAgent, info: TensorInfo, records: dict[str, TensorRecord]) -> torch.dtype:
+def write_agent(
+    agent: RegisteredAgent,
+    base: Checkpoint,
+    task_vector: TaskVector,
+    infos: list[TensorInfo],
+    writer: TensorWriter,
+    progress: Progress | None,
+) -> None:
+    """Write an agent's tensors, checking what is read and what comes out.
+
+    Args:
+        agent ([`~ram_trl.storage.registry.RegisteredAgent`]):
+            The agent.
+        base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
+            Its base model.
+        task_vector ([`~ram_trl.task_vector.TaskVector`]):
+            Its task vector, open.
+        infos (`list[TensorInfo]`):
+            Tensors to write, with the dtypes to write them in.
+        writer ([`~ram_trl.storage.checkpoint.TensorWriter`]):
+            Where to write; threads call it.
+        progress (`Callable`, *optional*):
+            Called with what is being done, the bytes done and the bytes to do.
+
+    Raises:
+        BaseModelError: if a tensor of the base is not what was recorded.
+        CorruptedFileError: if what comes out is not what was registered.
+    """
+    done, total = 0, sum(info.nbytes for info in infos)
+    with Workers() as workers:
+        restored = _Restored(agent, base, task_vector, writer, workers)
+        for info in infos:
+            restored.write(info)
+            done += info.nbytes
+            if progress:
+                progress("restore", done, total)
+        workers.drain()
+
+
+def restored_dtype(agent: RegisteredAgent, info: TensorInfo, records: dict[str, TensorRecord]) -> torch.dtype:
     """Dtype in which the agent ran: the base's, or wider if it was stored so."""
     if agent.manifest.kind == "lora":
         return info.dtype
@@ -104,7 +135,7 @@ class _Restored:
         agent: RegisteredAgent,
         base: Checkpoint,
         task_vector: TaskVector,
-        writer: CheckpointWriter,
+        writer: TensorWriter,
         workers: Workers,
     ):
         self._agent, self._base, self._task_vector, self._writer = agent, base, task_vector, writer

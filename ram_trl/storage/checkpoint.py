@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +16,15 @@ from .durable import explain_os_errors, read_json, start_writeback, write_json
 from .tensor_file import TensorFile, TensorInfo, build_header, tensor_bytes
 
 
-__all__ = ["Checkpoint", "CheckpointWriter", "copy_model_files", "is_adapter", "parse_size", "plan_shards"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointWriter",
+    "TensorWriter",
+    "copy_model_files",
+    "is_adapter",
+    "parse_size",
+    "plan_shards",
+]
 
 # The only tensor that transformers' decoder models tie.
 OUTPUT_HEAD = "lm_head.weight"
@@ -146,6 +155,16 @@ class Checkpoint:
                 "model.save_pretrained(...), which writes safetensors"
             )
         raise BaseModelError(f"{self.path} holds no safetensors weights (model.safetensors or {INDEX})")
+
+
+class TensorWriter(Protocol):
+    """What a merged model, or an agent, is written to."""
+
+    def write(self, name: str, start: int, tile: Tensor) -> None:
+        """Write a tile of a tensor from element `start` on. Threads call it; the tile is theirs afterwards."""
+
+    def close(self) -> None:
+        """Nothing more will be written."""
 
 
 class CheckpointWriter:

@@ -1,0 +1,158 @@
+"""What is evaluated: the base, agents, merges and directories, each put in the place of the base in a loaded model."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..merging.merge import merge_agents
+from ..merging.plan import MergeSettings, plan_merge
+from ..registering.restore import restore_agent
+from ..storage.base_model import check_same_base, open_recorded_base
+from ..storage.checkpoint import Checkpoint
+from ..storage.registry import AgentRegistry, RegisteredAgent
+from .in_place import apply_agent, apply_directory, apply_merge
+
+
+__all__ = ["Row", "make_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model to evaluate.
+
+    Args:
+        name (`str`):
+            Name in the table.
+        kind (`str`):
+            `"base"`, `"agent"` or `"merged"`.
+        agent (`str`, *optional*):
+            Name of the agent, without version.
+        identity (`dict`):
+            What tells it from any other model.
+        apply (`Callable[[nn.Module], AbstractContextManager]`):
+            Makes a loaded base this model while the context lasts.
+        write (`Callable[[Path], Path]`):
+            Gives a directory of this model, the one named if it has to be written.
+    """
+
+    name: str
+    kind: str
+    agent: str | None
+    identity: dict[str, Any]
+    apply: Callable[[nn.Module], AbstractContextManager]
+    write: Callable[[Path], Path]
+
+
+def make_rows(
+    registry: AgentRegistry,
+    agents: Sequence[str] | None,
+    merges: Mapping[str, Mapping[str, Any]],
+    directories: Sequence[str],
+    base_model: str | None,
+) -> tuple[list[Row], Checkpoint]:
+    """Look up all that is to be evaluated.
+
+    Args:
+        registry ([`AgentRegistry`]):
+            The registry.
+        agents (`Sequence[str]`, *optional*):
+            Agents, `"math"` or `"math@v2"`; by default the latest version of every agent.
+        merges (`Mapping[str, Mapping]`):
+            Settings of [`apply_merge`] of these agents, or of others that they name (`agents`), by name.
+        directories (`Sequence[str]`):
+            Directories of merged models.
+        base_model (`str`, *optional*):
+            Where the base model is now, if not where it was.
+
+    Returns:
+        `tuple[list[Row], Checkpoint]`: the rows, the base first; and the base.
+
+    Raises:
+        RamTrlError: naming what cannot be evaluated.
+    """
+    chosen = list(registry) if agents is None else [registry.get(spec) for spec in agents]
+    if not chosen:
+        raise ConfigError(f"no agent to evaluate: {registry.path} holds none")
+    check_same_base(chosen)
+    base, first = open_recorded_base(chosen[0], base_model), chosen[0]
+    identity = {"base": first.manifest.base_model.digest}
+    rows = [Row("base", "base", None, identity, lambda model: nullcontext(), lambda path: base.path)]
+    rows += [_agent_row(registry, agent, base_model) for agent in chosen]
+    for name, settings in merges.items():
+        rows.append(_merge_row(registry, name, [str(agent) for agent in chosen], settings, base_model))
+    rows += [_directory_row(first, directory, base_model) for directory in directories]
+    names = [row.name for row in rows]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{min(twice)!r} would be evaluated twice: give directories and merges names of their own")
+    return rows, base
+
+
+def _agent_row(registry: AgentRegistry, agent: RegisteredAgent, base_model: str | None) -> Row:
+    def write(path: Path) -> Path:
+        restore_agent(registry, str(agent), str(path), base_model=base_model)
+        return path
+
+    return Row(
+        str(agent),
+        "agent",
+        agent.name,
+        {"agent": agent.manifest.to_dict()["digest"]},
+        lambda model: apply_agent(model, registry, str(agent), base_model=base_model),
+        write,
+    )
+
+
+def _merge_row(
+    registry: AgentRegistry, name: str, agents: list[str], settings: Mapping[str, Any], base_model: str | None
+) -> Row:
+    arguments = {"agents": agents, **settings}
+    plan = plan_merge(
+        registry,
+        arguments["agents"],
+        MergeSettings(**{key: value for key, value in arguments.items() if key != "agents"}),
+        base_model,
+    )
+    plan.close()
+    identity = {
+        "agents": [agent.manifest.to_dict()["digest"] for agent in plan.agents],
+        "settings": asdict(plan.settings),
+    }
+    # the same bytes, whatever computes them
+    del identity["settings"]["engine"]
+
+    def write(path: Path) -> Path:
+        merge_agents(registry, str(path), base_model=base_model, **arguments)
+        return path
+
+    return Row(
+        name,
+        "merged",
+        None,
+        identity,
+        lambda model: apply_merge(model, registry, base_model=base_model, **arguments),
+        write,
+    )
+
+
+def _directory_row(agent: RegisteredAgent, directory: str, base_model: str | None) -> Row:
+    source = Checkpoint.open(directory)
+    files = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.path.glob("*.safetensors"))
+    ]
+    path = Path(directory).resolve()
+    # a version of a generalist in a registry
+    version = re.fullmatch(r"v0*(\d+)", path.name)
+    return Row(
+        f"{path.parent.name}@v{version[1]}" if version else path.name,
+        "merged",
+        None,
+        {"directory": source.name, "files": files},
+        lambda model: apply_directory(model, agent, directory, base_model=base_model),
+        lambda path: source.path,
+    )

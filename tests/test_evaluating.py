@@ -1,0 +1,202 @@
+"""Means, differences and retained gains; the file of tasks; the table."""
+
+import math
+
+import numpy as np
+import pytest
+
+from ram_trl.errors import ConfigError, InvalidNameError
+from ram_trl.evaluating.report import build_evaluation, format_evaluation, markdown_evaluation
+from ram_trl.evaluating.rows import Row
+from ram_trl.evaluating.statistics import Estimate, Measurement, difference, mean_of, retained_gain
+from ram_trl.evaluating.tasks import BenchmarkTask, RewardTask, read_tasks
+
+
+# 97.5 % quantiles of Student's distribution, from a printed table.
+T_TABLE = {1: 12.706, 2: 4.303, 4: 2.776, 9: 2.262, 29: 2.045, 99: 1.984, 999: 1.962, 9999: 1.960}
+
+
+@pytest.mark.parametrize("freedom", T_TABLE)
+def test_the_interval_of_a_mean_is_students(freedom):
+    scores = np.random.default_rng(0).random(freedom + 1).tolist()
+    estimate = mean_of(Measurement(scores))
+    half_width = T_TABLE[freedom] * np.std(scores, ddof=1) / math.sqrt(len(scores))
+    assert estimate.n == freedom + 1
+    assert estimate.value == pytest.approx(np.mean(scores))
+    assert estimate.high - estimate.value == pytest.approx(half_width, rel=3e-4)
+    assert estimate.value - estimate.low == pytest.approx(half_width, rel=3e-4)
+
+
+def test_prompts_without_a_score_do_not_count():
+    measured = Measurement([1.0, None, 0.0, None, 0.5])
+    assert mean_of(measured) == mean_of(Measurement([1.0, 0.0, 0.5]))
+    other = Measurement([0.5, 1.0, None, None, 0.0])
+    # only the first and the last have both
+    assert difference(measured, other) == mean_of(Measurement([0.5, 0.5]))
+    assert mean_of(Measurement([None, None])) == Estimate(None, None, None, 0)
+    assert mean_of(Measurement([0.25])) == Estimate(0.25, None, None, 1)
+    assert not mean_of(Measurement([0.25])).is_clear
+
+
+def test_a_difference_is_paired_by_prompt():
+    rng = np.random.default_rng(1)
+    hard = rng.random(400)
+    base, agent = hard + rng.normal(0, 0.01, 400), hard + 0.02 + rng.normal(0, 0.01, 400)
+    paired = difference(Measurement(agent.tolist()), Measurement(base.tolist()))
+    assert paired.is_clear and paired.value == pytest.approx(0.02, abs=0.003)
+    # the prompts differ far more from each other than the models do
+    means = [Measurement(mean=values.mean(), stderr=values.std() / 20, n=400) for values in (agent, base)]
+    unpaired = difference(*means)
+    assert unpaired.value == pytest.approx(paired.value)
+    assert not unpaired.is_clear
+    assert unpaired.high - unpaired.value == pytest.approx(1.96 * math.hypot(agent.std(), base.std()) / 20, rel=1e-3)
+
+
+def test_the_interval_of_a_retained_gain_solves_fiellers_equation():
+    rng = np.random.default_rng(2)
+    base = rng.random(60)
+    agent, merged = base + rng.normal(0.4, 0.3, 60), base + rng.normal(0.3, 0.3, 60)
+    gain = retained_gain(*(Measurement(values.tolist()) for values in (merged, agent, base)))
+    assert gain.value == pytest.approx((merged - base).mean() / (agent - base).mean())
+    # at the ends of the interval merged - base = ratio * (agent - base) is just not refuted
+    for ratio in (gain.low, gain.high):
+        rest = (merged - base) - ratio * (agent - base)
+        assert abs(rest.mean()) / (rest.std(ddof=1) / math.sqrt(60)) == pytest.approx(2.0010, abs=1e-3)
+    assert gain.low < gain.value < gain.high
+
+
+def test_the_interval_of_a_retained_gain_holds_in_19_of_20_experiments():
+    rng, hits = np.random.default_rng(3), 0
+    for _ in range(1000):
+        base = (rng.random(40) < 0.3).astype(float)
+        own = np.maximum(base, rng.random(40) < 0.5)
+        # half of what the agent has gained is kept
+        merged = np.where(rng.random(40) < 0.5, own, base)
+        gain = retained_gain(*(Measurement(values.tolist()) for values in (merged, own, base)))
+        hits += gain.low <= 0.5 <= gain.high
+    assert 920 <= hits <= 980
+
+
+def test_no_gain_of_the_agent_gives_no_interval():
+    scores = [0.0, 1.0, 0.0, 1.0]
+    assert retained_gain(Measurement(scores), Measurement(scores), Measurement(scores)).value is None
+    unclear = retained_gain(Measurement([1.0, 1.0, 0.0, 1.0]), Measurement([1.0, 0.0, 1.0, 1.0]), Measurement(scores))
+    assert unclear.value is not None and unclear.low is None
+    only_means = [Measurement(mean=mean, stderr=0.01, n=10) for mean in (0.5, 0.7, 0.3)]
+    assert retained_gain(*only_means) == Estimate(pytest.approx(0.5), None, None, 10)
+
+
+def write_tasks(tmp_path, text):
+    path = tmp_path / "tasks.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_tasks_are_read(tmp_path):
+    path = write_tasks(
+        tmp_path,
+        """
+        math: {agent: math, dataset: p.jsonl, reward_funcs: [a:b, a:c], reward_weights: [1, 0.5], temperature: 1,
+               num_samples: 4, limit: null, chat_template_kwargs: {enable_thinking: false}}
+        gsm8k: {benchmark: gsm8k, metric: exact_match, limit: 5}
+        """,
+    )
+    math_task, gsm8k = read_tasks(path)
+    assert math_task == RewardTask(
+        name="math",
+        agent="math",
+        dataset="p.jsonl",
+        reward_funcs=["a:b", "a:c"],
+        reward_weights=[1.0, 0.5],
+        temperature=1.0,
+        num_samples=4,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert gsm8k == BenchmarkTask(name="gsm8k", benchmark="gsm8k", metric="exact_match", limit=5)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "names no task"),
+        ("- math", "names no task"),
+        ("math: 3", "not of the form NAME"),
+        ("math: {dataset: p.jsonl, reward_funcs: [a:b], speed: 3}", "unknown option 'speed'"),
+        ("math: {reward_funcs: [a:b]}", "dataset is missing"),
+        ("math: {dataset: p.jsonl, reward_funcs: a:b}", "reward_funcs='a:b' is not of the form"),
+        ("math: {dataset: p.jsonl, reward_funcs: []}", "reward_funcs is empty"),
+        ("math: {dataset: p.jsonl, reward_funcs: [a:b], reward_weights: [1, 2]}", "one for each"),
+        ("math: {dataset: p.jsonl, reward_funcs: [a:b], limit: 0}", "at least 1"),
+        ("math: {dataset: p.jsonl, reward_funcs: [a:b], limit: true}", "limit=True"),
+        ("math: {dataset: p.jsonl, reward_funcs: [a:b], num_samples: 2}", "greedy samples are all alike"),
+        ("math: {dataset: p.jsonl, reward_funcs: [a:b], temperature: .nan}", "temperature"),
+        ("math: {dataset: p.jsonl, reward_funcs: [a:b], top_p: 0}", "top_p"),
+        ("math: {benchmark: gsm8k, limit: 1.5}", "limit=1.5"),
+        ("math: [", "not valid YAML"),
+        ("math: !!python/object:os.system {}", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_the_file_of_tasks(tmp_path, text, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_tasks(write_tasks(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_has_a_name_that_is_a_file_name(tmp_path):
+    with pytest.raises(InvalidNameError, match="task"):
+        read_tasks(write_tasks(tmp_path, "../x: {benchmark: gsm8k}"))
+    with pytest.raises(ConfigError, match="is not a file of tasks"):
+        read_tasks(str(tmp_path / "absent.yaml"))
+
+
+def rows_and_results():
+    """The base fails, the agent does half of its own task and none of the other, the merge a quarter."""
+    tasks = [
+        RewardTask(name="math", agent="math", dataset="p", reward_funcs=["a:b"]),
+        BenchmarkTask(name="gsm8k", benchmark="gsm8k"),
+    ]
+    kinds = {"base": ("base", None), "math@v1": ("agent", "math"), "merged": ("merged", None)}
+    rows = [Row(name, kind, agent, {}, None, None) for name, (kind, agent) in kinds.items()]
+    right = {"base": 0, "math@v1": 50, "merged": 25}
+    results = {}
+    for row in rows:
+        scores = [float(i < right[row.name]) for i in range(100)]
+        reward = {"scores": scores, "mean": None, "stderr": None, "n": 0}
+        bench = {"scores": None, "mean": 0.5, "stderr": 0.05, "n": 100}
+        results[row.name] = {
+            "math": {"seconds": 1.0, "metrics": {"reward": reward}},
+            "gsm8k": {"seconds": 2.0, "metrics": {"acc,none": bench, "f1,none": bench}},
+        }
+    return rows, tasks, results
+
+
+def test_the_tables():
+    content = build_evaluation(*rows_and_results(), {"base_model": "b"})
+    assert content["rows"]["merged"]["mean"]["value"] == pytest.approx((0.25 + 0.5) / 2)
+    [gain] = content["retained_gain"]
+    assert (gain["row"], gain["agent"], gain["task"], gain["note"]) == ("merged", "math@v1", "math", None)
+    assert gain["value"] == pytest.approx(0.5) and gain["interval"][0] < 0.5 < gain["interval"][1]
+    text = format_evaluation(content)
+    assert text.splitlines()[:5] == [
+        "Score",
+        "                   math          gsm8k           mean",
+        "base     0.000 +-0.000   0.500 +-0.098  0.250 +-0.049",
+        "math@v1  0.500 +-0.100*  0.500 +-0.098  0.500 +-0.070",
+        "merged   0.250 +-0.086   0.500 +-0.098  0.375 +-0.065",
+    ]
+    assert "+0.500 +-0.100*" in text and "acc,none" in text
+    assert content["rows"]["merged"]["tasks"]["gsm8k"]["metrics"]["f1,none"]["stderr"] == 0.05
+    markdown = markdown_evaluation(content)
+    tables = [part for part in markdown.split("\n\n") if part.startswith("|")]
+    assert len(tables) == 3
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_an_agent_without_a_gain_of_its_own_is_noted():
+    rows, tasks, results = rows_and_results()
+    results["math@v1"]["math"] = results["base"]["math"]
+    content = build_evaluation(rows, tasks, results, {"base_model": "b"})
+    [gain] = content["retained_gain"]
+    assert gain["value"] is None and "not distinguishable from 0" in gain["note"]
+    assert "none (a)" in format_evaluation(content) and "(a): the agent's own gain" in format_evaluation(content)
