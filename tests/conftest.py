@@ -20,7 +20,9 @@ def zoo(tmp_path_factory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("zoo"))
 
 
-@pytest.fixture(autouse=True)
-def recipes_come_back(monkeypatch):
-    """A recipe that a test runs in this process must not end it."""
-    monkeypatch.setattr("ram_trl.distributed.leave_world", lambda: None)
+@pytest.fixture(autouse=True, scope="session")
+def recipes_come_back():
+    """A recipe that a test, or a fixture, runs in this process must not end it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ram_trl.distributed.leave_world", lambda: None)
+        yield
