@@ -52,6 +52,7 @@ def folder(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "no_prompt.jsonl").write_text('{"question": "a"}\n')
     (folder / "numbers.jsonl").write_text('{"prompt": 3}\n')
+    (folder / "answered.jsonl").write_text('{"prompt": "a", "completions": "b"}\n')
     return folder
 
 
@@ -161,6 +162,7 @@ def test_what_a_function_must_not_do(folder, model, function, words):
         ("empty", "cannot be loaded|has no prompts"),
         ("no_prompt", "has no column 'prompt', only question"),
         ("numbers", "neither text nor messages"),
+        ("answered", "has a column 'completions'"),
         ("absent", "cannot be loaded"),
     ],
 )

@@ -10,6 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from ram_trl import AgentRegistry, apply_agent, apply_merge, merge_agents, register_agent, restore_agent
 from ram_trl.errors import BaseModelError, ConfigError, CorruptedFileError, UnsupportedModelError
 from ram_trl.evaluating.in_place import apply_directory
+from ram_trl.evaluating.rows import make_rows
 
 
 # Tied and untied, fused experts, tensors of several tiles, transposed linear layers.
@@ -221,6 +222,21 @@ def test_a_base_that_is_not_the_recorded_one_is_refused(zoo, tmp_path):
         with apply_merge(model, registry, base_model=str(other)):
             pass
     assert_same(model, before)
+
+
+def test_the_row_of_the_base_is_of_the_recorded_base_or_of_none(zoo, tmp_path):
+    base, registry = registry_of(zoo, "llama")
+    other = copy_model(base, tmp_path / "other")
+    change_tensor(other, "model.norm.weight", lambda tensor: tensor + 1)
+    for path, is_recorded in ((base, True), (other, False)):
+        rows, _ = make_rows(AgentRegistry(registry), None, {}, [], str(path))
+        assert rows[0].kind == "base"
+        if is_recorded:
+            with rows[0].apply(load(path)):
+                pass
+        else:
+            with pytest.raises(BaseModelError, match=r"not the recorded base.*model\.norm\.weight"):
+                rows[0].apply(load(path)).__enter__()
 
 
 def test_adapters_must_be_taken_off(zoo):

@@ -14,10 +14,10 @@ from oracle import ORACLES, oracle_method, resmerge_matrix
 from test_merge import LINEAR, full_delta, merged, shapes_of, three_agents
 from tiles import context_of
 
-from ram_trl import MergeConfig, integrate_agents, merge_agents
+from ram_trl import AgentRegistry, MergeConfig, integrate_agents, merge_agents, register_agent
 from ram_trl.arithmetic.methods import METHODS
 from ram_trl.arithmetic.methods.matrices import is_linear_layer
-from ram_trl.arithmetic.ram import TileUpdate, set_mask
+from ram_trl.arithmetic.ram import TileUpdate, set_mask, unique_magnitudes
 from ram_trl.arithmetic.selection import count_lower, count_upper, find_bucket, magnitude_of
 from ram_trl.cli import main
 from ram_trl.errors import BaseModelError, ConfigError
@@ -159,6 +159,26 @@ def test_the_effective_column_shows_dilution(zoo, tmp_path):
     assert all(0.9 < left <= 1.0001 for left in effective("ties", density=0.15))
     # right on average
     assert effective("dare", scaling=1.0) == pytest.approx([1.0] * 3, rel=0.05)
+
+
+def test_a_small_change_where_another_agent_changed_much_is_not_called_unique():
+    base = torch.zeros(4)
+    deltas = torch.tensor([[1e-3, 1e-3, 0.0, 0.0], [1e-6, -1e-6, 1e-3, 1e-3]])
+    updates = [set_mask(TileUpdate(position, delta, delta), 1e-5) for position, delta in enumerate(deltas)]
+    for applied, intended in unique_magnitudes(base, deltas.mean(dim=0), updates):
+        assert applied / intended == pytest.approx(0.5, rel=1e-6)
+
+
+def test_methods_that_merge_every_change_tell_of_agents_that_were_stored_without_small_ones(zoo, tmp_path):
+    base = zoo.base("llama", FLOAT32)
+    registry = AgentRegistry(tmp_path / "registry")
+    register_agent(registry, "a", str(zoo.agent(base, seed=1, density=0.2)), base_model=str(base), epsilon=1e-5)
+    for method, told in (("average", True), ("ties", True), ("ram_plus", False)):
+        warnings = merge_agents(registry, str(tmp_path / method), method=method)["warnings"]
+        assert any("stored without changes of at most 1e-05" in warning for warning in warnings) == told
+    # nothing is beyond this epsilon, and all of it is merged
+    report = merge_agents(registry, str(tmp_path / "all"), method="average", epsilon=1.0)
+    assert not any("adds nothing" in warning for warning in report["warnings"])
 
 
 def test_options_are_recorded_with_the_defaults_filled_in_and_reproduce_the_merge(zoo, tmp_path):

@@ -222,7 +222,8 @@ def unique_magnitudes(base: Tensor, written: Tensor, updates: Sequence[TileUpdat
     applied, unique = written.float() - base, overlap_counts(updates) == 1
     magnitudes = []
     for update in updates:
-        own = update.delta * unique
+        # of another agent's unique elements too this one may have changed a little
+        own = update.delta * (unique & update.active)
         sums = (applied * own.sign(), own.abs())
         magnitudes.append(tuple(float(values.sum(dtype=torch.float64)) for values in sums))
     return magnitudes

@@ -93,7 +93,7 @@ class TileMerge:
     @property
     def ignored(self) -> float:
         """Size up to which changes make no difference to the result."""
-        return self.epsilon if METHODS[self.method].rescale else 0.0
+        return self.epsilon if METHODS[self.method].is_masked else 0.0
 
     def context(self, name: str, start: int, fishers: Sequence[Tensor] = ()) -> TileContext:
         """What the method may know of a tile."""
@@ -225,7 +225,7 @@ def _merge_eager(
     merged_delta: Tensor | None,
 ) -> tuple[Finiteness, list[tuple[float, float]]]:
     method, exact_base = METHODS[merge.method], _on_device(base, merge.device).float()
-    mask = mask_inactive_ if method.rescale else set_mask
+    mask = mask_inactive_ if method.is_masked else set_mask
     updates = [
         mask(
             TileUpdate(update.agent, _on_device(update.value, merge.device), _on_device(update.delta, merge.device)),

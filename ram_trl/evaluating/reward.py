@@ -1,6 +1,7 @@
 """Evaluation by reward: the user's reward functions on completions of a dataset's prompts."""
 
 import asyncio
+import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ __all__ = ["Generator", "RewardEvaluation"]
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 # Columns that TRL does not pass to reward functions among the others.
 _NOT_PASSED = ("prompt", "completion", "completion_ids")
+# Names of what TRL passes beside the columns: a column of that name would take its place.
+_RESERVED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 
 
 class Generator(Protocol):
@@ -128,10 +131,11 @@ class RewardEvaluation:
             for row, text in zip(rows, texts, strict=True)
         ]
         arguments = {
-            "prompts": [row["prompt"] for row in rows],
+            "prompts": [copy.deepcopy(row["prompt"]) for row in rows],
             "completions": completions,
             "completion_ids": tokens,
-            **{key: [row[key] for row in rows] for key in rows[0] if key not in _NOT_PASSED},
+            # copies: what a function does to them must not change the prompts of the next model
+            **{key: [copy.deepcopy(row[key]) for row in rows] for key in rows[0] if key not in _NOT_PASSED},
             # what TRL passes besides; there is no training to look at, and no log to add to
             "trainer_state": TrainerState(),
             "log_extra": _ignore,
@@ -194,6 +198,10 @@ def _load_rows(task: RewardTask) -> list[dict[str, Any]]:
         raise ConfigError(f"{where} cannot be loaded: {problem}") from error
     if "prompt" not in rows.column_names:
         raise ConfigError(f"{where} has no column 'prompt', only {', '.join(rows.column_names) or 'nothing'}")
+    if reserved := sorted(set(rows.column_names) & set(_RESERVED)):
+        raise ConfigError(
+            f"{where} has a column {reserved[0]!r}, which reward functions get something else as: rename it"
+        )
     if not len(rows):
         raise ConfigError(f"{where} has no prompts")
     return rows.select(range(min(len(rows), task.limit or len(rows)))).to_list()

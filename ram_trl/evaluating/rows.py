@@ -1,8 +1,8 @@
 """What is evaluated: the base, agents, merges and directories, each put in the place of the base in a loaded model."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..merging.merge import merge_agents
 from ..merging.plan import MergeSettings, plan_merge
 from ..registering.restore import restore_agent
-from ..storage.base_model import check_same_base, open_recorded_base
+from ..storage.base_model import BaseDigests, check_same_base, open_recorded_base
 from ..storage.checkpoint import Checkpoint
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from .in_place import apply_agent, apply_directory, apply_merge
@@ -82,7 +82,7 @@ def make_rows(
     check_same_base(chosen)
     base, first = open_recorded_base(chosen[0], base_model), chosen[0]
     identity = {"base": first.manifest.base_model.digest}
-    rows = [Row("base", "base", None, identity, lambda model: nullcontext(), lambda path: base.path)]
+    rows = [Row("base", "base", None, identity, lambda model: _recorded(base, first), lambda path: base.path)]
     rows += [_agent_row(registry, agent, base_model) for agent in chosen]
     for name, settings in merges.items():
         rows.append(_merge_row(registry, name, [str(agent) for agent in chosen], settings, base_model))
@@ -91,6 +91,15 @@ def make_rows(
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"{min(twice)!r} would be evaluated twice: give directories and merges names of their own")
     return rows, base
+
+
+@contextmanager
+def _recorded(base: Checkpoint, agent: RegisteredAgent) -> Iterator[None]:
+    """The base as it is, once it is known to be the one that the agents were recorded over: gains are against it."""
+    digests = BaseDigests(base, agent.tensors())
+    for name in base.tensors:
+        digests.compare(name, base.digest(name))
+    yield
 
 
 def _agent_row(registry: AgentRegistry, agent: RegisteredAgent, base_model: str | None) -> Row:

@@ -14,6 +14,7 @@ gsm8k:
 """
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class RewardTask:
         _check(
             self, "reward_weights are not one for each of reward_funcs", weights is None or len(weights) == self.size
         )
+        _check(self, "reward_weights are not finite", all(math.isfinite(weight) for weight in weights or ()))
         _check(self, "reward_funcs names a function twice", len(set(self.reward_funcs)) == self.size)
         _check(self, "limit, max_new_tokens and num_samples must be at least 1", self._counts_are_positive())
         _check(self, "temperature must be 0 or more", 0 <= self.temperature < float("inf"))

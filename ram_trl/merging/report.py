@@ -93,12 +93,18 @@ def _warnings(report: dict[str, Any], agents: Sequence[RegisteredAgent]) -> list
                 f"agent {agent} was registered after {step:,} of {max_steps:,} steps of its training; if that was not "
                 "meant, name another version with --agents"
             )
-        if row["changed"] == 0:
+        method, dropped = METHODS[report["method"]], agent.manifest.snapshot.epsilon
+        if dropped and not method.is_masked:
+            warnings.append(
+                f"agent {agent} was stored without changes of at most {dropped:g}, which {report['method']} would "
+                "merge too: register it again with --epsilon 0, or compare methods with that in mind"
+            )
+        if row["changed"] == 0 and method.is_masked:
             warnings.append(
                 f"agent {row['name']} changed nothing by more than epsilon={report['epsilon']:g}: it adds nothing to "
                 "the merge; lower --epsilon, or check that it was trained"
             )
-        elif len(agents) > 1 and METHODS[report["method"]].rescale:
+        elif row["changed"] and len(agents) > 1 and method.rescale:
             share = row["shared"] / row["changed"]
             if share > _MOSTLY_SHARED:
                 others = sorted((other for other in report["agents"] if other is not row), key=lambda o: -o["density"])

@@ -36,5 +36,6 @@ ISOLATE = Method(
     summary="What the first agent alone changed is kept; everything else is the base's.",
     paper="2601.13572",
     merge_tile=_merge_tile,
+    is_masked=True,
     options={"scaling": Option(default=1.0, low=0.0, high=10.0)},
 )

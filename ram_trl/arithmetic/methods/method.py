@@ -89,9 +89,10 @@ class Method:
             are cut anywhere.
         options (`Mapping[str, Option]`, *optional*):
             Its options.
+        is_masked (`bool`, *optional*, defaults to `False`):
+            Whether only changes of more than epsilon count (equation 1). All others are zeroed for it.
         rescale (`Callable[..., float]`, *optional*):
-            RAM's methods alone: lambda from rho, r and alpha. Changes outside the masks of equation 1 are zeroed for
-            them, and the compiled loops do their work.
+            RAM's methods alone: lambda from rho, r and alpha. The compiled loops do their work.
         trimmed_from (`Callable[[TileUpdate, TileContext], Tensor]`, *optional*):
             For methods that keep the largest changes of each agent: the vector (float32, flat, a tile of it) of which
             the share `density` is kept, of the whole model, or of each tensor if `per_tensor` is 1.
@@ -108,6 +109,7 @@ class Method:
     paper: str
     merge_tile: Callable[[Tensor, Sequence[TileUpdate], TileContext], Tensor]
     options: Mapping[str, Option] = field(default_factory=dict)
+    is_masked: bool = False
     rescale: Callable[..., float] | None = None
     trimmed_from: Callable[[TileUpdate, TileContext], Tensor] | None = None
     merge_matrix: Callable[[Iterable[tuple[int, Tensor]], TileContext], Tensor] | None = None

@@ -28,6 +28,7 @@ def _member(name: str, title: str, summary: str) -> Method:
         summary=summary,
         paper="2601.13572",
         merge_tile=_merge_tile,
+        is_masked=True,
         rescale=partial(rescale_factor, name),
     )
 

@@ -44,23 +44,25 @@ def _merge_matrix(deltas: Iterable[tuple[int, Tensor]], context: TileContext) ->
     weights, total = context.weights, math.fsum(context.weights)
     direction = mean = None
     heads, norms, directed = [], [], []
-    with one_thread():
-        for agent, delta in deltas:
-            share = weights[agent] / total
-            if direction is None:
-                direction, mean = torch.zeros_like(delta), torch.zeros_like(delta)
+    # each delta is read here, by as many threads as there are
+    for agent, delta in deltas:
+        share = weights[agent] / total
+        if direction is None:
+            direction, mean = torch.zeros_like(delta), torch.zeros_like(delta)
+        with one_thread():
             head = _leading_part(delta, share)
             if head is None:
                 continue
             heads.append(head)
             residual = torch.addr(delta, head.left, head.right, alpha=-1.0)
             mean.add_(residual, alpha=share)
-            norm = float(residual.norm())
+            norm = _norm(residual)
             # of a delta of rank 1 nothing but rounding is left
-            if norm > _TOLERANCE * float(delta.norm()):
+            if norm > _TOLERANCE * _norm(delta):
                 norms.append(share * norm)
                 directed.append(share)
                 direction.add_(residual, alpha=share / norm)
+    with one_thread():
         backbone = _backbone(direction, mean, math.fsum(norms), directed, [w / total for w in weights], context)
         return _add_heads(backbone, heads, context.options["head"])
 
@@ -87,14 +89,14 @@ def _backbone(
     context: TileContext,
 ) -> Tensor:
     """A: the mean residual, lengthened in the direction that the residuals have in common."""
-    coherence = min(1.0, float(direction.norm()))
+    coherence = min(1.0, _norm(direction))
     if coherence <= math.sqrt(math.fsum(share**2 for share in shares)) * (1.0 + _TOLERANCE):
         return mean
     pairs = 1.0 - math.fsum(share**2 for share in shares)
     agreement = (coherence**2 - math.fsum(share**2 for share in directed)) / pairs
     low, high = context.options["beta_min"], context.options["beta_max"]
     beta = high - (high - low) * (coherence + agreement + 2.0) / 4.0
-    return direction.mul_(coherence**beta * mean_norm / float(direction.norm()))
+    return direction.mul_(coherence**beta * mean_norm / _norm(direction))
 
 
 def _add_heads(backbone: Tensor, heads: Sequence[_Head], budget: float) -> Tensor:
@@ -102,7 +104,7 @@ def _add_heads(backbone: Tensor, heads: Sequence[_Head], budget: float) -> Tenso
     mean = torch.zeros_like(backbone)
     for head in heads:
         mean.addr_(head.left, head.right, alpha=head.weight)
-    norm = float(mean.norm())
+    norm = _norm(mean)
     if norm == 0.0:
         return backbone
     pairs = list(combinations(heads, 2))
@@ -110,7 +112,12 @@ def _add_heads(backbone: Tensor, heads: Sequence[_Head], budget: float) -> Tenso
     if pairs:
         cosines = [max(0.0, _cosine(one, other)) * one.weight * other.weight for one, other in pairs]
         agreement = math.fsum(cosines) / math.fsum(one.weight * other.weight for one, other in pairs)
-    return backbone.add(mean, alpha=budget * agreement * float(backbone.norm()) / norm)
+    return backbone.add(mean, alpha=budget * agreement * _norm(backbone) / norm)
+
+
+def _norm(matrix: Tensor) -> float:
+    """Frobenius norm, added up in float64: float32 loses more than `_TOLERANCE` over millions of squares."""
+    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64))
 
 
 def _cosine(one: _Head, other: _Head) -> float:
