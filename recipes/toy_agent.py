@@ -43,7 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter instead of all the weights")
     parser.add_argument("--optim", help="optimizer (default: sgd, with --lora adamw_torch)")
     parser.add_argument("--learning_rate", type=float, help="its learning rate (default: one that suits the default)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of the weights (default: TRL's)")
     parser.add_argument("--max_steps", type=int, default=MAX_STEPS, help="optimizer steps")
     parser.add_argument("--merge_to", help="generalist that the registry's agents are merged into after the training")
     parser.add_argument("--gate", help="MODULE:FUNCTION that promotes or refuses what was merged")
@@ -64,7 +64,7 @@ def main() -> None:
         max_completion_length=max_answer_tokens(),
         learning_rate=args.learning_rate or (LORA_LEARNING_RATE if args.lora else SGD_LEARNING_RATE),
         optim=args.optim or ("adamw_torch" if args.lora else "sgd"),
-        model_init_kwargs=None if args.lora else {"dtype": args.dtype},
+        model_init_kwargs={"dtype": args.dtype} if args.dtype else None,
         gradient_checkpointing=False,
         logging_steps=5,
         save_strategy="no",
