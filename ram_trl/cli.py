@@ -7,6 +7,7 @@ from typing import Any
 from .arithmetic.defaults import DEFAULT_EPSILON
 from .errors import ConfigError
 from .options import OptionParser
+from .table import align
 from .terminal import exit_on_error, progress_bar
 
 
@@ -179,9 +180,7 @@ def _generalist_summary(generalist: Any, latest: int | None) -> dict[str, Any]:
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(align(rows, len(rows[0]))))
 
 
 def _remove(arguments: argparse.Namespace) -> None:

@@ -203,9 +203,10 @@ class EvaluationConfig:
             "batch_size",
             "seed",
             "backend",
+            "num_gpus",
         )
         return {
-            **{name: getattr(self, name) for name in (*names, "backend", "num_gpus")},
+            **{name: getattr(self, name) for name in names},
             "merges": {method: {"method": method, **settings} for method in self.method or ()},
             "merged": self.merged or (),
         }

@@ -21,7 +21,7 @@ import yaml
 from .errors import ConfigError
 
 
-__all__ = ["OptionParser", "load_function", "parse_config"]
+__all__ = ["OptionParser", "load_function", "parse_config", "read_yaml"]
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ def parse_config(config_class: type[T], argv: list[str] | None = None, descripti
         parser.add_argument(f"--{name}", **arguments)
     given = vars(parser.parse_args(argv))
     path = given.pop("config")
-    values = {**(_read_yaml(path) if path else {}), **given}
+    values = {**(_read_options(path) if path else {}), **given}
     for name in values:
         if name not in options:
             raise ConfigError(f"{path} has an unknown option {name!r}; known are: {', '.join(options)}")
@@ -139,11 +139,16 @@ def _number(value: Any) -> float:
     return float(_text(value))
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> Any:
+    """The content of a YAML file that a user wrote.
+
+    Raises:
+        ConfigError: if there is no such file, or no YAML in it.
+    """
     try:
         if Path(path).stat().st_size > _LARGEST_CONFIG or not (Path(path).is_file() or Path(path).is_dir()):
             raise ConfigError(f"{path} is not a file of options")
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ConfigError:
@@ -151,6 +156,10 @@ def _read_yaml(path: str) -> dict[str, Any]:
     # what YAML's constructors raise on values that look like numbers or dates
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _read_options(path: str) -> dict[str, Any]:
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold options (name: value)")
     # an option that is set to nothing is not set

@@ -28,10 +28,6 @@ async def later(completions, **kwargs):
     return letters(completions)
 
 
-def none(completions, **kwargs):
-    return [None] * len(completions)
-
-
 def nan(completions, **kwargs):
     return [float("nan")] * len(completions)
 

@@ -32,9 +32,6 @@ RECIPES = ROOT / "recipes"
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
 
 
-SAMPLINGS = [{"temperature": 0.7}, {"temperature": 1.5, "top_k": 4}, {"temperature": 1.0, "top_p": 0.3}]
-
-
 @pytest.fixture(scope="module")
 def registry(zoo):
     # agents that answer otherwise than the base

@@ -6,7 +6,7 @@ loaded.
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..errors import NonFiniteError
 from ..merging.blocks import Block, base_first, blocks_of, read_base
 from ..merging.passes import probe_tensors
 from ..merging.plan import MergePlan, MergeSettings, plan_merge
-from ..progress import Progress
+from ..progress import Progress, meter
 from ..storage.base_model import BaseDigests
 from ..storage.durable import check_output_dir, output_dir_stage
 from ..storage.registry import AgentRegistry
@@ -105,7 +105,7 @@ def _probe(plan: MergePlan, progress: Progress | None) -> tuple[OverlapCounts, l
     for agent, _ in in_threads(lambda agent: agent.verify(), plan.agents):
         logger.debug("%s is what was registered", agent)
     names = list(plan.copies_of)
-    counts = probe_tensors(plan, names, _meter("probe", plan.nbytes(names), progress))
+    counts = probe_tensors(plan, names, meter("probe", plan.nbytes(names), progress))
     factors = [
         rescale_factor("ram_plus", overlap_ratio(shared, unique), r=plan.settings.r, alpha=plan.settings.alpha)
         for shared, unique in zip(counts.shared, counts.unique, strict=True)
@@ -152,7 +152,7 @@ def _measure(
 
     total = Statistics.zeros(len(plan.agents), len(yardstick.epsilons))
     changed_in: dict[str, list[int]] = {}
-    advance = _meter("analyze", plan.nbytes(names), progress)
+    advance = meter("analyze", plan.nbytes(names), progress)
     # closed here: no thread goes on with files that are closed after a failure
     with contextlib.closing(in_threads(measure, blocks_of(plan, names))) as results:
         for block, (statistics, digest) in results:
@@ -194,16 +194,3 @@ def _measure_tile(
     for update, magnitudes in zip(updates, tile.magnitudes, strict=True):
         statistics.rescaled[:, update.agent] += magnitudes
     measure_tile(updates, base, merged, yardstick, statistics)
-
-
-def _meter(doing: str, total: int, progress: Progress | None) -> Callable[[int], None]:
-    """A function that adds up bytes that are done, and reports them."""
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress:
-            progress(doing, done, total)
-
-    return advance

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.durable import write_json
+from ..table import align
 from .page import analysis_page
 
 
@@ -58,20 +59,12 @@ def write_analysis(data: dict[str, Any], folder: Path) -> list[str]:
 def format_analysis(data: dict[str, Any]) -> str:
     """The analysis as text: a table, the findings, and a sentence for each agent."""
     rows = [_COLUMNS, *(_cells(agent) for agent in data["agents"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    table = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
     title = (
         f"{len(data['agents'])} agents of {data['base_model']['name']}, {data['total_parameters']:,} parameters, "
         f"epsilon={data['epsilon']:g}, RAM+ with r={data['r']:g}, alpha={data['alpha']:g}"
     )
     findings = data["findings"]
-    return "\n".join([title, *table, "", *findings["summary"], "", *findings["agents"]])
+    return "\n".join([title, *align(rows, 2), "", *findings["summary"], "", *findings["agents"]])
 
 
 def _cells(agent: dict[str, Any]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ..table import align
 from ..version import __version__
 from .rows import Row
 from .statistics import Estimate, Measurement, difference, mean_of, retained_gain
@@ -116,15 +117,7 @@ def format_evaluation(content: dict[str, Any]) -> str:
     """The evaluation as tables of plain text."""
     parts = []
     for title, lines in _tables(content):
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        aligned = [
-            "  ".join(
-                cell.rjust(width) if column else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        parts.append("\n".join([title, *aligned]))
+        parts.append("\n".join([title, *align(lines, 1)]))
     return "\n\n".join([*parts, "\n".join(_notes(content))])
 
 

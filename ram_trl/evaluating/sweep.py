@@ -5,16 +5,16 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..errors import ConfigError
 from ..merging.plan import MergeSettings
+from ..options import read_yaml
+from ..table import align
 
 
 __all__ = ["best_configuration", "format_sweep", "markdown_sweep", "read_grid", "sweep_lines"]
 
-# Bytes of a file of a grid, and merges that nobody means to evaluate.
-_LARGEST, _MOST = 1_000_000, 10_000
+# Merges that nobody means to evaluate.
+_MOST = 10_000
 # What does not change a merge.
 _NOT_SWEPT = ("engine",)
 
@@ -33,14 +33,12 @@ def read_grid(path: str) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: naming what no merge could use.
     """
+    if not Path(path).is_file():
+        raise ConfigError(f"grid: {path} is not a file of options")
     try:
-        if not Path(path).is_file() or Path(path).stat().st_size > _LARGEST:
-            raise ConfigError(f"grid: {path} is not a file of options")
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"grid: {path} cannot be read: {' '.join(str(error).split())}") from error
+        content = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"grid: {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"grid: {path} holds no options (name: list of values)")
     known = ["agents", *(f.name for f in dataclasses.fields(MergeSettings) if f.name not in _NOT_SWEPT)]
@@ -99,14 +97,7 @@ def sweep_lines(content: dict[str, Any], merges: dict[str, dict[str, Any]]) -> l
 
 def format_sweep(lines: list[list[str]]) -> str:
     """The sweep as a table of plain text."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return "\n".join(align(lines, 1))
 
 
 def markdown_sweep(lines: list[list[str]]) -> str:

@@ -21,16 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..errors import ConfigError
+from ..options import read_yaml
 from ..storage.versions import check_name
 
 
 __all__ = ["BenchmarkTask", "RewardTask", "Task", "read_tasks"]
-
-# Bytes of a file of tasks.
-_LARGEST = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +158,9 @@ def read_tasks(path: str) -> list[Task]:
     Raises:
         ConfigError: naming the task and the option that cannot be used.
     """
-    try:
-        if not Path(path).is_file() or Path(path).stat().st_size > _LARGEST:
-            raise ConfigError(f"tasks: {path} is not a file of tasks")
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"tasks: cannot read {path}: {error.strerror}") from error
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"tasks: {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not Path(path).is_file():
+        raise ConfigError(f"tasks: {path} is not a file of tasks")
+    content = read_yaml(path)
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"tasks: {path} names no task (name: its options)")
     return [_task(name, options) for name, options in content.items()]

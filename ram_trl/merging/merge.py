@@ -18,7 +18,7 @@ from ..arithmetic.methods import METHODS
 from ..arithmetic.ram import OverlapCounts, overlap_ratio
 from ..arithmetic.tile import TileMerge
 from ..distributed import SINGLE, World
-from ..progress import Progress
+from ..progress import Progress, meter
 from ..storage.checkpoint import CheckpointWriter, TensorWriter, copy_model_files, parse_size, plan_shards
 from ..storage.durable import check_output_dir, output_dir_stage, write_json
 from ..storage.registry import AgentRegistry, RegisteredAgent
@@ -205,7 +205,7 @@ def run_passes(
     names = plan.share(world.rank, world.size)
     how = _prepare(plan, names, counts.total, factors, world, progress)
     writer = make_writer()
-    advance = _meter("merge", plan.nbytes(names), progress if world.is_main else None)
+    advance = meter("merge", plan.nbytes(names), progress if world.is_main else None)
     local = world.run(lambda: merge_tensors(plan, names, how, writer, advance))
     magnitudes = {name: pairs for part in world.gather(local) for name, pairs in part.items()}
     report = build_report(plan, counts, factors, magnitudes)
@@ -221,7 +221,7 @@ def _probe(
     settings, progress = plan.settings, progress if world.is_main else None
     world.run(lambda: _verify(plan.agents[world.rank :: world.size], progress))
     names = plan.share(world.rank, world.size)
-    advance = _meter("probe", plan.nbytes(names), progress)
+    advance = meter("probe", plan.nbytes(names), progress)
     local = world.run(lambda: probe_tensors(plan, names, advance))
     counts = OverlapCounts.from_list(world.sum_counts(local.to_list()), len(plan.agents))
     factors, method = [1.0] * len(plan.agents), METHODS[settings.method]
@@ -265,14 +265,14 @@ def _prepare(
     )
     if METHODS[settings.method].trimmed_from is None:
         return how
-    advance = _meter("trim", PASSES * plan.nbytes(names), progress if world.is_main else None)
+    advance = meter("trim", PASSES * plan.nbytes(names), progress if world.is_main else None)
     return dataclasses.replace(how, thresholds=find_thresholds(plan, names, total, how, world, advance))
 
 
 def _verify(agents: Sequence[RegisteredAgent], progress: Progress | None) -> None:
     """Check the digests of some of the agents' files."""
     sizes = [sum(file.size for file in agent.manifest.files.values()) for agent in agents]
-    advance = _meter("check", sum(sizes), progress)
+    advance = meter("check", sum(sizes), progress)
     for (_, size), _ in in_threads(lambda pair: pair[0].verify(), zip(agents, sizes, strict=True)):
         advance(size)
 
@@ -284,16 +284,3 @@ def _finish(plan: MergePlan, staged: Path, report: dict[str, Any], title: str) -
     copy_model_files(plan.base.path, staged, plan.outputs)
     write_json(staged / "merge_report.json", report)
     (staged / "README.md").write_text(model_card(report, title), encoding="utf-8")
-
-
-def _meter(doing: str, total: int, progress: Progress | None) -> Callable[[int], None]:
-    """A function that adds up bytes that are done, and reports them."""
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress:
-            progress(doing, done, total)
-
-    return advance

@@ -7,6 +7,7 @@ from typing import Any
 from ..arithmetic.methods import METHODS
 from ..arithmetic.ram import OverlapCounts, overlap_ratio
 from ..storage.registry import RegisteredAgent
+from ..table import align
 from ..version import __version__
 from .plan import MergePlan
 
@@ -138,14 +139,6 @@ def format_row(row: dict[str, Any]) -> tuple[str, ...]:
 def format_report(report: dict[str, Any]) -> str:
     """The report as a table of plain text."""
     lines = [COLUMNS, *(format_row(row) for row in report["agents"])]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    aligned = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
     overlap = ", ".join(f"{count:,} by {agents or 'none'}" for agents, count in enumerate(report["overlap_histogram"]))
     options = {name: report[name] for name in ("r", "alpha")} if METHODS[report["method"]].rescale else {}
     options |= {**report["method_options"], "epsilon": report["epsilon"]}
@@ -153,7 +146,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"{report['method']}: {', '.join(f'{name}={value:g}' for name, value in options.items())} over "
         f"{report['total_parameters']:,} parameters of {report['base_model']['name']}"
     )
-    return "\n".join([title, *aligned, f"parameters changed: {overlap}"])
+    return "\n".join([title, *align(lines, 2), f"parameters changed: {overlap}"])
 
 
 def _ratio(pairs: list[tuple[float, float]], weight: float) -> float | None:
