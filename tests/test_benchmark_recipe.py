@@ -68,7 +68,7 @@ def test_every_command_is_measured(results):
     for name in MERGES:
         assert merges[name]["runs"][0]["written_bytes"] >= 2 * results["agents"]["parameters"]
     assert set(results["merge"]["phases"]) == {"merge"}
-    actions = {"snapshot", "register", "restore", "save_pretrained", "save_pretrained, sync"}
+    actions = {"snapshot", "register", "restore", "save_pretrained", "read and digest", "save_pretrained, sync"}
     assert actions == set(results["snapshot"]["inside"]["code"][0])
 
 

@@ -14,13 +14,22 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
+from blake3 import blake3
+from models import WEIGHTS
 
 from ram_trl import AgentRegistry, merge_agents, register_agent, restore_agent
 from ram_trl.distributed import SINGLE
 from ram_trl.registering.live import LiveRegistration
+
+
+# Bytes that one thread reads or digests at a time.
+PIECE = 1 << 20
 
 
 def merge_phases(registry: str, output_dir: Path) -> dict[str, float]:
@@ -53,6 +62,18 @@ def seconds_of(action: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def read_and_digest(path: Path, values: Iterable[torch.Tensor]) -> None:
+    """The least that a snapshot does which checks what it compares: reads a file, digests it and the live values."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool, path.open("rb") as file:
+        starts = range(0, path.stat().st_size, PIECE)
+        tasks = [pool.submit(lambda start: blake3(os.pread(file.fileno(), PIECE, start)).digest(), s) for s in starts]
+        for value in values:
+            live = value.detach().view(-1).view(torch.uint8)
+            tasks += [pool.submit(lambda piece: blake3(piece.numpy()).digest(), piece) for piece in live.split(PIECE)]
+        for task in tasks:
+            task.result()
+
+
 def snapshot_times(base_model: str, model: str, output_dir: Path, runs: int) -> list[dict[str, float]]:
     """Seconds of the actions, which take turns; the first of several rounds does not count."""
     from transformers import AutoModelForCausalLM
@@ -73,6 +94,7 @@ def snapshot_times(base_model: str, model: str, output_dir: Path, runs: int) -> 
         "register": lambda: register_agent(registry, "agent", model, base_model=base_model),
         "restore": lambda: restore_agent(registry, "agent", restored),
         "save_pretrained": lambda: loaded.save_pretrained(saved),
+        "read and digest": lambda: read_and_digest(Path(base_model, WEIGHTS), loaded.parameters()),
         # ours do not return before what they wrote is on the disk
         "save_pretrained, sync": lambda: (loaded.save_pretrained(saved), os.sync()),
     }

@@ -16,7 +16,8 @@ from rich.console import Console
 
 RUNNER = Path(__file__).with_name("runner.py")
 # Rows that others are compared with.
-OURS, FLOOR, IMPORT_TORCH = "ours", "floor: cp + cat", "start-up: import torch"
+OURS, FLOOR, SYNCED_FLOOR = "ours", "floor: cp + cat", "floor: cp + cat, sync"
+IMPORT_TORCH = "start-up: import torch"
 LOG_TAIL_LINES = 20
 
 console = Console(highlight=False, soft_wrap=True)

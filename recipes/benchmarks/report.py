@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.models import SIZES
-from benchmarks.process import FLOOR, IMPORT_TORCH, OURS
+from benchmarks.process import FLOOR, IMPORT_TORCH, OURS, SYNCED_FLOOR
 
 
 NOTES = """\
@@ -125,7 +125,7 @@ def ratios_table(commands: dict[str, Any]) -> str:
     ours, floor = figures(OURS), figures(FLOOR)
     rows = []
     for name, result in commands.items():
-        if result["failure"] is None and (result["start_up"] or name == FLOOR):
+        if result["failure"] is None and (result["start_up"] or name in (FLOOR, SYNCED_FLOOR)):
             own = figures(name)
             ratios = [own_figure / figure for own_figure, figure in zip(own, ours, strict=True)]
             rows.append([name, *(f"{ratio:.2f}" for ratio in [*ratios, own[0] / floor[0]])])

@@ -9,7 +9,17 @@ from typing import Any
 
 from benchmarks.mergekit import METHODS, MergeKit, fastest_flags, try_flags
 from benchmarks.models import KINDS, SIZES, WEIGHTS, agent_name
-from benchmarks.process import FLOOR, IMPORT_TORCH, OURS, Command, Stopwatch, console, kept, remove
+from benchmarks.process import (
+    FLOOR,
+    IMPORT_TORCH,
+    OURS,
+    SYNCED_FLOOR,
+    Command,
+    Stopwatch,
+    console,
+    kept,
+    remove,
+)
 
 
 HERE = Path(__file__).resolve().parent
@@ -98,7 +108,8 @@ class Benchmark:
             commands.append(self.ours("ours, on the GPU", [], "--engine", "eager"))
         if mergekit is not None:
             commands += [mergekit.merge(method, self.base, self.agents, self.scratch) for method in METHODS]
-        commands += [self.plain(), self.floor()]
+        # ours does not return before the model is on the disk
+        commands += [self.plain(), self.floor(FLOOR), self.floor(SYNCED_FLOOR, ' && sync "$0"')]
         probe = [sys.executable, MERGE, "--registry", str(self.registry), "--probe_only"]
         commands.append(Command("ours, probe only", probe, start_up=IMPORT_TORCH))
         commands.append(Command("start-up: python", [sys.executable, "-c", "pass"]))
@@ -116,12 +127,12 @@ class Benchmark:
         arguments += [*map(str, self.agents), "--output_dir", str(output_dir)]
         return Command("plain float32", [sys.executable, *arguments], output_dir, start_up=IMPORT_TORCH)
 
-    def floor(self) -> Command:
+    def floor(self, name: str, then: str = "") -> Command:
         """Copies the base and reads what a merge reads."""
         base, output = self.base / WEIGHTS, self.scratch / "copy.safetensors"
         inputs = [base, *sorted(path for path in self.registry.rglob("*") if path.is_file())]
-        script = 'cp --reflink=never "$1" "$0" && shift && cat "$@" > /dev/null'
-        return Command(FLOOR, ["sh", "-c", script, str(output), str(base), *map(str, inputs)], output)
+        script = 'cp --reflink=never "$1" "$0" && shift && cat "$@" > /dev/null' + then
+        return Command(name, ["sh", "-c", script, str(output), str(base), *map(str, inputs)], output)
 
     def import_torch(self) -> Command:
         return Command(IMPORT_TORCH, [sys.executable, "-c", "import torch"])
