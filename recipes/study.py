@@ -148,7 +148,7 @@ def plan_seed(root: Path, seed: int, args: argparse.Namespace) -> dict[str, list
         # it makes no directory, and goes on with its own file
         job = Job(f"merges-{seed}-{regime}", command, folder / "merges" / regime, output)
         sets = 2 * len(args.tasks) + 1
-        merges.append(Step(job, "merge", needs, sets * (len(args.methods) + 4)))
+        merges.append(Step(job, "merge", needs, sets * (len(args.methods) + 8)))
     return {"base": [base_step], "agents": [*agents.values()], "fisher": [*fishers.values()], "merges": merges}
 
 

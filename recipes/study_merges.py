@@ -7,6 +7,7 @@ result is a line of JSON, written when it is there, and not computed again by a 
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,46 @@ import ram_trl
 
 
 EVALUATION_SEED = 0
-# Task arithmetic once more, as `TUNED`: with the best scaling of the range that RAM's paper searched (appendix D.2),
-# chosen for each set of agents, on other prompts than those that are reported.
-SCALINGS = [0.1, 0.3, 0.5, 0.7, 0.9, 1.0]
-SEARCHED, TUNED = "task_arithmetic", "task_arithmetic, best scaling"
 NUM_SEARCH_PROMPTS = 200
 
 # Task -> token ids of prompts of one length with their answers, and the index at which the answers begin.
 Batches = dict[str, list[tuple[torch.Tensor, int]]]
+
+
+@dataclass(frozen=True)
+class Search:
+    """
+    A method once more, with the best value of one setting: chosen for each set of agents, on other prompts than those
+    that are reported.
+
+    Args:
+        method (`str`):
+            The method.
+        name (`str`):
+            Its name in the tables.
+        settings (`dict[float, dict[str, Any]]`):
+            Value -> settings of the merge.
+    """
+
+    method: str
+    name: str
+    settings: dict[float, dict[str, Any]]
+
+
+SEARCHES = [
+    # the range that RAM's paper searched (appendix D.2)
+    Search(
+        "task_arithmetic",
+        "task_arithmetic, best scaling",
+        {scaling: {"method_options": {"scaling": scaling}} for scaling in (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)},
+    ),
+    # from the default to the size of the updates
+    Search(
+        "ram_plus",
+        "ram_plus, best epsilon",
+        {epsilon: {"epsilon": epsilon} for epsilon in (1e-5, 1e-4, 3e-4, 1e-3, 2e-3, 4e-3)},
+    ),
+]
 
 
 class Results:
@@ -142,8 +175,9 @@ class Evaluation:
 
     def run(self) -> None:
         sets = agent_sets(self.tasks)
-        is_searching = SEARCHED in self.methods
-        total = 1 + len(self.tasks) + len(sets) * (len(self.methods) + is_searching * (len(SCALINGS) + 1))
+        searches = [search for search in SEARCHES if search.method in self.methods]
+        merges = len(self.methods) + sum(len(search.settings) + 1 for search in searches)
+        total = 1 + len(self.tasks) + len(sets) * merges
         with tqdm(total=total, mininterval=1) as progress:
             self.add("base", progress, lambda: {"scores": score(self.model, self.prompts)})
             for task, agent in self.agents.items():
@@ -151,8 +185,8 @@ class Evaluation:
             for tasks in sets:
                 for method in self.methods:
                     self.add_merge(progress, method, method, tasks)
-                if is_searching:
-                    self.search(progress, tasks)
+                for search in searches:
+                    self.search(progress, search, tasks)
 
     def add(self, kind, progress, evaluate, **key) -> None:
         """Adds a row, unless it is there."""
@@ -165,38 +199,40 @@ class Evaluation:
         with ram_trl.apply_agent(self.model, self.registry, agent, base_model=self.base_model):
             return {"scores": score(self.model, self.prompts)}
 
-    def add_merge(self, progress, name: str, method: str, tasks: list[str], **method_options: float) -> None:
+    def add_merge(self, progress, name: str, method: str, tasks: list[str], **settings: Any) -> None:
         def evaluate() -> dict[str, Any]:
-            with self.merged(method, tasks, method_options) as report:
+            with self.merged(method, tasks, settings) as report:
                 scores = score(self.model, self.prompts)
             by_agent = {agent["name"]: agent for agent in report["agents"]}
             columns = ("density", "rho", "lambda", "effective_lambda")
             agents = {task: {column: by_agent[self.agents[task]][column] for column in columns} for task in tasks}
-            return {"method_options": report["method_options"], "scores": scores, "agents": agents}
+            return {"settings": settings, "scores": scores, "agents": agents}
 
         self.add("merge", progress, evaluate, method=name, tasks=tasks)
 
-    def search(self, progress, tasks: list[str]) -> None:
-        """Evaluates the scalings on the prompts for that, and the best of them as all else."""
+    def search(self, progress, search: Search, tasks: list[str]) -> None:
+        """Evaluates the values on the prompts for that, and the best of them as all else."""
         means = {}
-        for scaling in SCALINGS:
+        for value, settings in search.settings.items():
 
-            def evaluate(scaling: float = scaling) -> dict[str, Any]:
-                with self.merged(SEARCHED, tasks, {"scaling": scaling}):
+            def evaluate(settings: dict[str, Any] = settings) -> dict[str, Any]:
+                with self.merged(search.method, tasks, settings):
                     return {"scores": score(self.model, {task: self.search_prompts[task] for task in tasks})}
 
-            self.add("search", progress, evaluate, scaling=scaling, tasks=tasks)
-            means[scaling] = mean_over(self.results.find(kind="search", scaling=scaling, tasks=tasks)["scores"], tasks)
-        self.add_merge(progress, TUNED, SEARCHED, tasks, scaling=max(means, key=means.get))
+            key = {"method": search.name, "value": value, "tasks": tasks}
+            self.add("search", progress, evaluate, **key)
+            means[value] = mean_over(self.results.find(kind="search", **key)["scores"], tasks)
+        best = max(means, key=means.get)
+        self.add_merge(progress, search.name, search.method, tasks, **search.settings[best])
 
-    def merged(self, method: str, tasks: list[str], method_options: dict[str, float]):
+    def merged(self, method: str, tasks: list[str], settings: dict[str, Any]):
         return ram_trl.apply_merge(
             self.model,
             self.registry,
             agents=[self.agents[task] for task in tasks],
             base_model=self.base_model,
             method=method,
-            method_options=method_options,
+            **settings,
         )
 
 

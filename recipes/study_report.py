@@ -4,14 +4,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-from study_merges import TUNED
-from study_summary import MIN_GAIN, NUM_ERRORS, OURS, sort_methods
+from study_summary import MIN_GAIN, NUM_ERRORS, OURS, OURS_SEARCHED, SEARCHED, sort_methods
 
 
 COLOURS = {2: "#56B4E9", 3: "#E69F00", 5: "#0072B2"}
 # Left edge of the picture, %.
 LOWEST = -50
 
+COMPARED = {
+    "best": "RAM+ against the best other method at its defaults",
+    "ram": "RAM+ against RAM",
+    "searched": f"{OURS_SEARCHED}, against {SEARCHED}",
+}
 NOTES = f"""\
 Greedy exact match on {{num_prompts}} held-out prompts a task; means over seeds, +- their standard error.
 Retained: (merged - base) / (agent - base) of each agent on its own task, its mean over the agents of a set, then over
@@ -25,7 +29,7 @@ def format_markdown(results: dict[str, Any]) -> str:
     lines = ["# Study of merge methods", "", *NOTES.format(num_prompts=results["num_prompts"]).splitlines()]
     lines += ["", "## Agents", "", *agents_table(results)]
     lines += ["", "## RAM+ against the others: retained gain, points", "", *comparison_table(results), ""]
-    lines += [sentence for key in ("best", "tuned", "ram") for sentence in in_words(results, key)]
+    lines += [sentence for key in COMPARED for sentence in in_words(results, key)]
     for name, regime in results["regimes"].items():
         lines += ["", f"## {name}: %", "", *methods_table(regime)]
     if results["timing"]:
@@ -51,13 +55,14 @@ def agents_table(results: dict[str, Any]) -> list[str]:
 
 def comparison_table(results: dict[str, Any]) -> list[str]:
     lines = [
-        f"| regime | N | best other at its defaults | RAM+ minus it | RAM+ minus {TUNED} | RAM+ minus RAM |",
+        "| regime | N | best other at its defaults | RAM+ minus it | RAM+ minus RAM "
+        f"| {OURS_SEARCHED}, minus {SEARCHED} |",
         "|---|---:|---|---:|---:|---:|",
     ]
     for name, regime in results["regimes"].items():
         for number, comparisons in regime["comparisons"].items():
             cells = [f"`{comparisons['best']['rival']}`" if "best" in comparisons else "-"]
-            for key in ("best", "tuned", "ram"):
+            for key in COMPARED:
                 one = comparisons.get(key)
                 cells.append(f"{percent(one)} {one['verdict']}" if one else "-")
             lines.append(f"| {name} | {number} | {' | '.join(cells)} |")
@@ -66,7 +71,6 @@ def comparison_table(results: dict[str, Any]) -> list[str]:
 
 def in_words(results: dict[str, Any], key: str) -> list[str]:
     """What the comparisons with one rival say, each verdict with its regimes and numbers of agents."""
-    rival = {"best": "the best other method at its defaults", "tuned": TUNED, "ram": "RAM"}[key]
     places: dict[str, dict[str, list[int]]] = {}
     for name, regime in results["regimes"].items():
         for number, comparisons in regime["comparisons"].items():
@@ -76,7 +80,7 @@ def in_words(results: dict[str, Any], key: str) -> list[str]:
         f"{verdict}: " + "; ".join(f"{name} N={', '.join(map(str, numbers))}" for name, numbers in regimes.items())
         for verdict, regimes in places.items()
     ]
-    return [f"- RAM+ against {rival}. {'. '.join(said)}."] if said else []
+    return [f"- {COMPARED[key]}. {'. '.join(said)}."] if said else []
 
 
 def methods_table(regime: dict[str, Any]) -> list[str]:

@@ -5,15 +5,16 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from study_merges import TUNED, mean_over, read_rows
+from study_merges import SEARCHES, mean_over, read_rows
 
 
 # An agent that gained less on its own task is left out of the ratio, which would divide by noise.
 MIN_GAIN = 0.05
 # A difference is called one only beyond so many of its standard errors.
 NUM_ERRORS = 2
-# RAM+ is compared with the best of the others.
+# RAM+ is compared with the best of the others; where one of its settings is searched, with another that is.
 OURS, FAMILY = "ram_plus", ("ram_plus", "ram", "ram_plus_soft")
+SEARCHED, OURS_SEARCHED = (search.name for search in SEARCHES)
 
 Rows = list[dict[str, Any]]
 
@@ -112,7 +113,7 @@ def summarise(
         num_prompts = rows[0]["num_prompts"]
         regimes.setdefault(regime, {"cells": {}})["cells"][seed] = summarise_cell(rows)
     for regime in regimes.values():
-        regime |= summarise_regime(regime["cells"], [*methods, TUNED])
+        regime |= summarise_regime(regime["cells"], [*methods, SEARCHED, OURS_SEARCHED])
     return {"num_prompts": num_prompts, "min_gain": MIN_GAIN, "regimes": regimes, "timing": timing}
 
 
@@ -149,13 +150,16 @@ def summarise_regime(cells: dict[int, dict[str, Any]], methods: list[str]) -> di
 
 
 def comparisons_of(retained: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """RAM+ against the best other method at its defaults, against tuned task arithmetic, and against RAM."""
-    if OURS not in retained:
-        return {}
-    others = {name: mean(found.values()) for name, found in retained.items() if name not in (*FAMILY, TUNED)}
-    rivals = {"best": max(others, key=others.get)} if others else {}
-    rivals |= {key: name for key, name in (("tuned", TUNED), ("ram", "ram")) if name in retained}
-    return {key: compare(retained[OURS], retained[name]) | {"rival": name} for key, name in rivals.items()}
+    """RAM+ against the best other method at its defaults and against RAM, and both as searched against each other."""
+    ours = (*FAMILY, SEARCHED, OURS_SEARCHED)
+    others = {name: mean(found.values()) for name, found in retained.items() if name not in ours}
+    best = max(others, key=others.get) if others else ""
+    pairs = {"best": (OURS, best), "ram": (OURS, "ram"), "searched": (OURS_SEARCHED, SEARCHED)}
+    return {
+        key: compare(retained[one], retained[other]) | {"rival": other}
+        for key, (one, other) in pairs.items()
+        if one in retained and other in retained
+    }
 
 
 def sort_methods(results: dict[str, Any]) -> list[str]:

@@ -260,10 +260,12 @@ def test_a_tiny_study_ends_with_a_report_and_repeats_nothing(tmp_path):
     assert first.returncode == 0, first.stdout + first.stderr
     root = tmp_path / "study"
     rows = [json.loads(line) for line in (root / "results" / "0-sparse.jsonl").read_text().splitlines()]
-    assert [row.get("kind") for row in rows] == [None, "base", "agent", "agent", "merge", "merge"]
-    assert [(row["method"], row["tasks"]) for row in rows[4:]] == [
+    kinds = [row.get("kind") for row in rows]
+    assert kinds == [None, "base", "agent", "agent", "merge", "merge", *["search"] * 6, "merge"]
+    assert [(row["method"], row["tasks"]) for row in rows if row.get("kind") == "merge"] == [
         ("ram_plus", ["reverse", "sort"]),
         ("average", ["reverse", "sort"]),
+        ("ram_plus, best epsilon", ["reverse", "sort"]),
     ]
     report = (root / "RESULTS.md").read_text()
     assert report in first.stdout
