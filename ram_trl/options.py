@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from .errors import ConfigError
 
 
@@ -145,6 +143,9 @@ def read_yaml(path: str) -> Any:
     Raises:
         ConfigError: if there is no such file, or no YAML in it.
     """
+    # most merges are told by options alone, and start without it
+    import yaml
+
     try:
         if Path(path).stat().st_size > _LARGEST_CONFIG or not (Path(path).is_file() or Path(path).is_dir()):
             raise ConfigError(f"{path} is not a file of options")

