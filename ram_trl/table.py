@@ -1,9 +1,10 @@
-"""Tables of plain text."""
+"""Tables of plain text and of Markdown."""
 
+import re
 from collections.abc import Sequence
 
 
-__all__ = ["align"]
+__all__ = ["align", "escape_markdown", "markdown_table"]
 
 
 def align(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
@@ -16,3 +17,18 @@ def align(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is, also in a cell of a table."""
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", " ".join(text.split()))
+
+
+def markdown_table(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
+    """Lines of a table in Markdown, the first row its head: the first `num_left` columns to the left.
+
+    Cells are Markdown; text goes through [`escape_markdown`] before.
+    """
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|" + "|".join(["---"] * num_left + ["---:"] * (len(rows[0]) - num_left)) + "|")
+    return lines

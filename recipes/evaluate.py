@@ -13,9 +13,15 @@ python recipes/evaluate.py --registry registry --tasks tasks.yaml --device_map a
 The same command goes on where it was interrupted.
 """
 
+import sys
+
 from ram_trl.config import EvaluationConfig
 from ram_trl.options import parse_config
 from ram_trl.terminal import exit_on_error, progress_bar
+
+
+# Something could not be evaluated, the rest was.
+NOT_EVALUATED = 3
 
 
 def main() -> None:
@@ -34,6 +40,10 @@ def main() -> None:
         if world.is_main:
             print(format_evaluation(content))
             print(f"\nevaluation.json, evaluation.md and completions in {config.output_dir}")
+            for name, problem in content["failed"].items():
+                print(f"error: {name} was not evaluated: {problem}", file=sys.stderr)
+        if content["failed"]:
+            sys.exit(NOT_EVALUATED)
         leave_world()
 
 

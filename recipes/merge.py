@@ -18,6 +18,7 @@ accelerate launch recipes/merge.py --registry registry --output_dir merged --eva
 import gc
 import shlex
 import sys
+import traceback
 
 from ram_trl.config import MergeConfig
 from ram_trl.options import parse_config
@@ -39,6 +40,7 @@ def read_eval_tasks(config):
 
 def evaluate(config, report, directory, tasks, world):
     """Evaluate what was published. It stays, whatever comes of this; a failure says how to try again."""
+    from ram_trl.errors import RamTrlError
     from ram_trl.evaluating.evaluate import evaluate_models
     from ram_trl.evaluating.report import format_evaluation
 
@@ -48,14 +50,20 @@ def evaluate(config, report, directory, tasks, world):
     try:
         with progress_bar(unit=" completions") as progress:
             content = evaluate_models(config.registry, tasks, output_dir, **arguments, world=world, progress=progress)
+        problem = "; ".join(content["failed"].values())
     except Exception as error:
         # reward functions and benchmarks are others' code
+        problem = str(error) if isinstance(error, RamTrlError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, RamTrlError):
+            # nobody foresaw it, so its place is told
+            traceback.print_exc()
+    if problem:
         if world.is_main:
             words = ["--registry", config.registry, "--tasks", config.eval, "--output_dir", output_dir]
             words += ["--merged", directory, "--agents", *agents]
             words += ["--base_model", config.base_model] if config.base_model else []
             words += ["--cpu"] if config.cpu else []
-            print(f"error: the merged model was not evaluated: {error}; try again with", file=sys.stderr)
+            print(f"error: the merged model was not evaluated: {problem}; try again with", file=sys.stderr)
             print(f"  accelerate launch recipes/evaluate.py {shlex.join(words)}", file=sys.stderr)
         sys.exit(NOT_EVALUATED)
     if world.is_main:

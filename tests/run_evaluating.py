@@ -1,10 +1,22 @@
 """Reward functions of the tests, as a user's module: `run_evaluating:letters`."""
 
+import asyncio
+import functools
+import json
 import os
 import signal
 
 
 CALLS = []
+
+
+def result_of(output_dir, row, task):
+    """What an evaluation keeps of a row and task: the path of the file, and what is in it."""
+    for path in sorted(output_dir.glob("results/*.json")):
+        content = json.loads(path.read_text())
+        if (content["row"], content["task"]) == (row, task):
+            return path, content
+    raise KeyError(row, task)
 
 
 def text_of(completion):
@@ -28,6 +40,37 @@ async def later(completions, **kwargs):
     return letters(completions)
 
 
+class Judge:
+    """A client that belongs to the event loop of its first call, as those of HTTP libraries do."""
+
+    def __init__(self):
+        self.loop = None
+
+    async def __call__(self, completions, **kwargs):
+        loop = asyncio.get_running_loop()
+        self.loop = self.loop or loop
+        if loop is not self.loop:
+            raise RuntimeError("Event loop is closed")
+        await asyncio.sleep(0)
+        return letters(completions)
+
+
+judge = Judge()
+twice = functools.partial(letters, unused=2)
+TOLD = asyncio.Queue()
+
+
+async def waits(completions, **kwargs):
+    """Ends only if `tells` runs meanwhile."""
+    await asyncio.wait_for(TOLD.get(), 20)
+    return letters(completions)
+
+
+async def tells(completions, **kwargs):
+    await TOLD.put("go on")
+    return letters(completions)
+
+
 def nan(completions, **kwargs):
     return [float("nan")] * len(completions)
 
@@ -47,6 +90,15 @@ def raises(completions, **kwargs):
 def raises_on_rank_1(completions, **kwargs):
     if os.environ.get("RANK") == "1":
         raise RuntimeError("no connection")
+    return letters(completions)
+
+
+def breaks_restoring_on_rank_1(completions, **kwargs):
+    """From now on rank 1 finds the base's files changed whenever it looks."""
+    if os.environ.get("RANK") == "1":
+        from ram_trl.evaluating import in_place
+
+        in_place.digest_piece = lambda piece: os.urandom(8)
     return letters(completions)
 
 

@@ -1,6 +1,7 @@
 """Means, differences and retained gains; the file of tasks; the table."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from ram_trl.errors import ConfigError, InvalidNameError
 from ram_trl.evaluating.report import build_evaluation, format_evaluation, markdown_evaluation
 from ram_trl.evaluating.rows import Row
 from ram_trl.evaluating.statistics import Estimate, Measurement, difference, mean_of, retained_gain
-from ram_trl.evaluating.tasks import BenchmarkTask, RewardTask, read_tasks
+from ram_trl.evaluating.tasks import BenchmarkTask, PerplexityTask, RewardTask, read_tasks
 
 
 # 97.5 % quantiles of Student's distribution, from a printed table.
@@ -99,9 +100,11 @@ def test_tasks_are_read(tmp_path):
         math: {agent: math, dataset: p.jsonl, reward_funcs: [a:b, a:c], reward_weights: [1, 0.5], temperature: 1,
                num_samples: 4, limit: null, chat_template_kwargs: {enable_thinking: false}}
         gsm8k: {benchmark: gsm8k, metric: exact_match, limit: 5}
+        stories: {perplexity: s.jsonl, max_length: 512}
         """,
     )
-    math_task, gsm8k = read_tasks(path)
+    math_task, gsm8k, stories = read_tasks(path)
+    assert stories == PerplexityTask(name="stories", perplexity="s.jsonl", max_length=512)
     assert math_task == RewardTask(
         name="math",
         agent="math",
@@ -132,6 +135,9 @@ def test_tasks_are_read(tmp_path):
         ("math: {dataset: p.jsonl, reward_funcs: [a:b], temperature: .nan}", "temperature"),
         ("math: {dataset: p.jsonl, reward_funcs: [a:b], top_p: 0}", "top_p"),
         ("math: {benchmark: gsm8k, limit: 1.5}", "limit=1.5"),
+        ("math: {benchmark: gsm8k, perplexity: p.jsonl}", "make two tasks of it"),
+        ("math: {perplexity: p.jsonl, max_length: 1}", "max_length must be at least 2"),
+        ("math: {perplexity: p.jsonl, limit: 0}", "limit must be at least 1"),
         ("math: [", "not valid YAML"),
         ("math: !!python/object:os.system {}", "not valid YAML"),
     ],
@@ -164,8 +170,8 @@ def rows_and_results():
         reward = {"scores": scores, "mean": None, "stderr": None, "n": 0}
         bench = {"scores": None, "mean": 0.5, "stderr": 0.05, "n": 100}
         results[row.name] = {
-            "math": {"seconds": 1.0, "metrics": {"reward": reward}},
-            "gsm8k": {"seconds": 2.0, "metrics": {"acc,none": bench, "f1,none": bench}},
+            "math": {"seconds": 1.0, "completions": "a.jsonl", "metrics": {"reward": reward}},
+            "gsm8k": {"seconds": 2.0, "completions": "b.jsonl", "metrics": {"acc,none": bench, "f1,none": bench}},
         }
     return rows, tasks, results
 
@@ -200,3 +206,73 @@ def test_an_agent_without_a_gain_of_its_own_is_noted():
     [gain] = content["retained_gain"]
     assert gain["value"] is None and "not distinguishable from 0" in gain["note"]
     assert "none (a)" in format_evaluation(content) and "(a): the agent's own gain" in format_evaluation(content)
+
+
+def lower_is_better(results, task, metric):
+    for by_task in results.values():
+        by_task[task]["metrics"][metric] = {**by_task[task]["metrics"][metric], "higher_is_better": False}
+
+
+def test_an_agent_worse_than_the_base_has_nothing_to_retain():
+    rows, tasks, results = rows_and_results()
+    for task, metric in (("math", "reward"), ("gsm8k", "acc,none"), ("gsm8k", "f1,none")):
+        lower_is_better(results, task, metric)
+    # half of the damage is left: clear, symmetric in sign, and no success
+    content = build_evaluation(rows, tasks, results, {"base_model": "b"})
+    [gain] = content["retained_gain"]
+    assert gain["value"] == pytest.approx(0.5) and gain["interval"] is not None
+    assert gain["note"] == "the agent is worse than the base on its own task"
+    text = format_evaluation(content)
+    assert " (b)" in text and "(b): the agent is worse" in text and "Lower is better: math, gsm8k." in text
+    assert content["tasks"]["math"]["higher_is_better"] is False
+    assert content["rows"]["merged"]["mean"]["value"] == pytest.approx((0.25 + 0.5) / 2)
+
+
+def test_an_agent_that_lowers_a_perplexity_has_a_gain():
+    rows, tasks, results = rows_and_results()
+    lower_is_better(results, "math", "reward")
+    scores = {"base": 100, "math@v1": 50, "merged": 75}
+    for name, right in scores.items():
+        results[name]["math"]["metrics"]["reward"]["scores"] = [float(i < right) for i in range(100)]
+    content = build_evaluation(rows, tasks, results, {"base_model": "b"})
+    [gain] = content["retained_gain"]
+    assert gain["value"] == pytest.approx(0.5) and gain["note"] is None
+    # an accuracy and a perplexity have no mean
+    for row in content["rows"].values():
+        assert row["mean"] == row["mean_difference"] == {"value": None, "interval": None, "n": 0}
+    text = format_evaluation(content)
+    assert "mean" not in text.splitlines()[1] and "so there is no mean over the tasks" in text
+
+
+def test_a_metric_that_one_row_does_not_have():
+    rows, tasks, results = rows_and_results()
+    metrics = results["merged"]["gsm8k"]["metrics"]
+    # of a broken model: infinite, or not there at all
+    metrics["acc,none"] = {"scores": None, "mean": None, "stderr": None, "n": 100}
+    infinite = build_evaluation(rows, tasks, results, {"base_model": "b"})
+    assert infinite["tasks"]["gsm8k"]["metric"] == "acc,none"
+    del metrics["acc,none"]
+    without = build_evaluation(rows, tasks, results, {"base_model": "b"})
+    for content in (infinite, without):
+        cell = content["rows"]["merged"]["tasks"]["gsm8k"]
+        assert cell["metrics"]["acc,none"]["value"] is None is cell["difference"]["acc,none"]["value"]
+        assert content["rows"]["merged"]["mean"]["value"] is None
+        line = next(line for line in format_evaluation(content).splitlines() if line.startswith("merged"))
+        assert line.split()[-2:] == ["-", "-"]
+
+
+def test_the_metric_of_a_task_is_chosen_when_it_is_shown():
+    rows, tasks, results = rows_and_results()
+    for metric, name in (("f1", "f1,none"), ("acc,none", "acc,none")):
+        content = build_evaluation(rows, [tasks[0], replace(tasks[1], metric=metric)], results, {"base_model": "b"})
+        assert content["tasks"]["gsm8k"]["metric"] == name
+    with pytest.raises(ConfigError, match="task gsm8k: metric 'elo' is none of acc,none, f1,none"):
+        build_evaluation(rows, [tasks[0], replace(tasks[1], metric="elo")], results, {"base_model": "b"})
+
+
+def test_the_gain_is_clear_or_not_on_the_prompts_that_all_three_answered():
+    rows, tasks, results = rows_and_results()
+    # the merge answered only where the agent gained nothing
+    results["merged"]["math"]["metrics"]["reward"]["scores"] = [None] * 50 + [0.0] * 50
+    [gain] = build_evaluation(rows, tasks, results, {"base_model": "b"})["retained_gain"]
+    assert gain["interval"] is None and "not distinguishable" in gain["note"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import tokenizer as make_tokenizer
+from run_evaluating import Judge, result_of
 from training import run_shell
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from ram_trl.evaluating.evaluate import evaluate_models
 from ram_trl.evaluating.generation import TransformersGenerator, sample_seed
 from ram_trl.evaluating.report import format_evaluation
 from ram_trl.evaluating.reward import RewardEvaluation
-from ram_trl.evaluating.rows import make_rows
+from ram_trl.evaluating.rows import make_merge_rows, make_rows
 from ram_trl.evaluating.tasks import RewardTask, read_tasks
 
 
@@ -137,6 +138,58 @@ def test_functions_may_be_coroutines(folder, model):
     assert evaluate(make_task(folder, functions=["later"]), model)[0] == evaluate(make_task(folder), model)[0]
 
 
+def test_all_batches_and_rows_have_one_event_loop(folder, model):
+    for _ in range(2):
+        scores, _ = evaluate(make_task(folder, functions=["judge"]), model)
+        assert scores == evaluate(make_task(folder), model)[0]
+
+
+def test_coroutines_of_a_batch_run_together(folder, model):
+    scores, _ = evaluate(make_task(folder, functions=["waits", "tells"], limit=2), model)
+    assert scores["run_evaluating:waits"] == scores["run_evaluating:tells"]
+
+
+def test_a_function_is_known_by_its_files(folder, tmp_path, monkeypatch):
+    import run_evaluating
+
+    def fingerprint(*functions):
+        return RewardEvaluation(make_task(folder, functions=functions), 0).fingerprint
+
+    # a callable object and a partial function, which other processes have elsewhere in memory
+    before = fingerprint("judge", "twice")
+    monkeypatch.setattr(run_evaluating, "judge", Judge())
+    assert fingerprint("judge", "twice") == before
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "from functools import partial\ndef one(completions, **kwargs): return [1.0]\nscore = partial(one)\n"
+    prints = []
+    for text in (source, source, source.replace("1.0", "2.0")):
+        (tmp_path / "my_rewards.py").write_text(text)
+        task = RewardTask(name="a", dataset=str(folder / "texts.jsonl"), reward_funcs=["my_rewards:score"])
+        prints.append(RewardEvaluation(task, 0).fingerprint)
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused(folder, model):
+    # the longest prompt has 16 tokens, the model 64 positions
+    assert len(evaluate(make_task(folder, max_new_tokens=48, limit=8), model)[1]) == 8
+    with pytest.raises(
+        ConfigError, match=r"prompt of \d+ tokens and max_new_tokens=64 .* than the 64 .*lower max_new"
+    ):
+        evaluate(make_task(folder, max_new_tokens=64), model)
+
+
+def test_a_lack_of_memory_names_the_cure(folder, model):
+    def refuse(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    hook = model.register_forward_pre_hook(refuse)
+    try:
+        with pytest.raises(ConfigError, match=r"lower --batch_size \(4\)"):
+            evaluate(make_task(folder), model)
+    finally:
+        hook.remove()
+
+
 @pytest.mark.parametrize(
     "function, words",
     [
@@ -156,7 +209,7 @@ def test_what_a_function_must_not_do(folder, model, function, words):
 @pytest.mark.parametrize(
     "dataset, words",
     [
-        ("empty", "cannot be loaded|has no prompts"),
+        ("empty", "cannot be loaded|has no examples"),
         ("no_prompt", "has no column 'prompt', only question"),
         ("numbers", "neither text nor messages"),
         ("answered", "has a column 'completions'"),
@@ -240,7 +293,7 @@ def test_rows_in_one_model_are_the_models_on_disk(folder, registry, zoo, tmp_pat
         ("average", tmp_path / "average"),
     ):
         scores, _ = evaluate(task, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-        kept = json.loads((tmp_path / "out" / "results" / row / "math.json").read_text())
+        _, kept = result_of(tmp_path / "out", row, "math")
         assert kept["metrics"]["reward"]["scores"] == scores["reward"], row
     assert [gain["row"] for gain in content["retained_gain"]] == ["ram_plus", "half", "average"]
     values = {name: row["tasks"]["math"]["metrics"]["reward"]["value"] for name, row in content["rows"].items()}
@@ -252,8 +305,9 @@ def test_rows_in_one_model_are_the_models_on_disk(folder, registry, zoo, tmp_pat
 def test_rows_as_directories_are_the_rows_in_memory(registry, tmp_path):
     # what vLLM is given, which was not run
     merge_agents(registry, str(tmp_path / "merged"))
-    rows, base = make_rows(registry, None, {"average": {"method": "average"}}, [str(tmp_path / "merged")], None)
-    assert [row.name for row in rows] == ["base", "code@v1", "math@v1", "average", "merged"]
+    rows, base = make_rows(registry, None, [str(tmp_path / "merged")], None)
+    rows += make_merge_rows(registry, ["code", "math"], {"average": {"method": "average"}}, None)
+    assert [row.name for row in rows] == ["base", "code@v1", "math@v1", "merged", "average"]
     model = AutoModelForCausalLM.from_pretrained(base.path, dtype="auto")
     for row in rows:
         written = AutoModelForCausalLM.from_pretrained(row.write(tmp_path / row.name), dtype="auto").state_dict()
@@ -267,30 +321,42 @@ def test_vllm_is_refused_where_it_is_not_installed(folder, registry, tmp_path):
         evaluate_models(registry, [make_task(folder)], str(tmp_path / "out"), backend="vllm")
 
 
-def test_what_is_finished_is_kept_until_something_changes(folder, registry, tmp_path):
-    data = shutil.copytree(folder, tmp_path / "data")
+def test_what_is_finished_is_kept_until_something_changes(folder, registry, zoo, tmp_path):
+    data, base = shutil.copytree(folder, tmp_path / "data"), shutil.copytree(zoo.base("qwen2_tied"), tmp_path / "base")
 
-    def run(**options):
-        options = {"agents": ["math"], **options}
-        return without_times(evaluate_models(registry, [make_task(data, limit=4)], str(tmp_path / "out"), **options))
+    def run(options=None, **task):
+        options = {"agents": ["math"], "base_model": str(base), **(options or {})}
+        task = make_task(data, **{"limit": 4, **task})
+        return without_times(evaluate_models(registry, [task], str(tmp_path / "out"), **options))
 
     def times():
-        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/results/*/math.json")}
+        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/results/*.json")}
 
     first, before = run(), times()
-    assert run() == first and times() == before
-    run(merges={"ram_plus": {}})
+    assert len(before) == 2 and run() == first and times() == before
+    # whose task it is says nothing of what was measured
+    assert [gain["task"] for gain in run({"merges": {"ram_plus": {}}}, agent="math")["retained_gain"]] == ["math"]
     assert len(times()) == 3 and {path: time for path, time in times().items() if path in before} == before
-    # what is damaged is measured again, and everything with another seed or other prompts
+    # what is damaged is measured again
     next(iter(before)).write_text("{")
     assert run() == first
     assert sum(times()[path] != time for path, time in before.items()) == 1
-    for change in ("seed", "prompts"):
-        if change == "prompts":
-            (data / "texts.jsonl").write_text((data / "texts.jsonl").read_text().replace("a", "b"))
+
+    def change_prompts():
+        (data / "texts.jsonl").write_text((data / "texts.jsonl").read_text().replace("a", "b"))
+
+    def change_template():
+        (base / "chat_template.jinja").write_text("{{ messages }}")
+
+    # and everything where an answer could be another; what was measured before is kept
+    for number, (options, change) in enumerate(
+        [({"seed": 1}, None), ({"batch_size": 2}, None), ({}, change_prompts), ({}, change_template)], start=1
+    ):
+        if change:
+            change()
         before = times()
-        run(seed=1)
-        assert [path.parent.name for path, time in times().items() if before[path] == time] == ["ram_plus"]
+        run(options)
+        assert len(times()) == 3 + 2 * number and {path: times()[path] for path in before} == before
 
 
 def test_options_that_cannot_be(folder, registry, tmp_path):
@@ -359,14 +425,17 @@ def test_one_and_two_processes_and_a_killed_one(folder, registry, tmp_path):
     assert two.returncode == 0, two.stderr
     assert format_evaluation(one) in two.stdout
     assert read(tmp_path / "two" / "evaluation.json") == without_times(one)
-    for name in ("evaluation.md", *(f"results/{row}/math.completions.jsonl" for row in ("base", "average"))):
+    names = [cell["completions"] for row in one["rows"].values() for cell in row["tasks"].values()]
+    for name in ("evaluation.md", *names):
         assert (tmp_path / "two" / name).read_text() == (tmp_path / "one" / name).read_text()
     # six batches a row: killed in the third row
     dead = launch(1, *arguments, "--output_dir", tmp_path / "dead", KILL_AT_CALL="15")
     # of the process, or of the shell that ran it
     assert dead.returncode in (-9, 137)
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("dead/results/*/math.json")}
-    assert sorted(path.parent.name for path in kept) == ["base", "code@v1"]
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("dead/results/*.json")}
+    assert sorted(json.loads(path.read_text())["row"] for path in kept) == ["base", "code@v1"]
+    # what is finished can be read already
+    assert list(read(tmp_path / "dead" / "evaluation.json")["rows"]) == ["base", "code@v1"]
     assert without_times(here("dead")) == without_times(one)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
@@ -410,3 +479,14 @@ def test_a_mistake_in_the_tasks_is_found_before_the_merge(registry, tmp_path, mo
     assert run_recipe("merge.py", monkeypatch, *arguments, "--output_dir", tmp_path / "merged") == 2
     assert "dataset is missing" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+def test_an_unforeseen_error_is_told_with_its_class_and_place(folder, registry, tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise KeyError("x")
+
+    monkeypatch.setattr("ram_trl.evaluating.evaluate.evaluate_models", fail)
+    arguments = ["--registry", registry.path, "--eval", write_tasks(tmp_path, folder)]
+    assert run_recipe("merge.py", monkeypatch, *arguments, "--output_dir", tmp_path / "merged") == 3
+    printed = capsys.readouterr().err
+    assert "was not evaluated: KeyError: 'x'; try again" in printed and "in fail" in printed

@@ -1,5 +1,7 @@
 """`apply_merge`, `apply_agent`: a loaded base is another model for a while, and then the base again, bit for bit."""
 
+import _thread
+
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -9,8 +11,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from ram_trl import AgentRegistry, apply_agent, apply_merge, merge_agents, register_agent, restore_agent
 from ram_trl.errors import BaseModelError, ConfigError, CorruptedFileError, UnsupportedModelError
-from ram_trl.evaluating.in_place import apply_directory
+from ram_trl.evaluating.in_place import _HeldModel, apply_directory
 from ram_trl.evaluating.rows import make_rows
+from ram_trl.storage.base_model import open_recorded_base
+from ram_trl.storage.tensor_file import digest_piece
 
 
 # Tied and untied, fused experts, tensors of several tiles, transposed linear layers.
@@ -229,14 +233,17 @@ def test_the_row_of_the_base_is_of_the_recorded_base_or_of_none(zoo, tmp_path):
     other = copy_model(base, tmp_path / "other")
     change_tensor(other, "model.norm.weight", lambda tensor: tensor + 1)
     for path, is_recorded in ((base, True), (other, False)):
-        rows, _ = make_rows(AgentRegistry(registry), None, {}, [], str(path))
+        rows, _ = make_rows(AgentRegistry(registry), None, [], str(path))
         assert rows[0].kind == "base"
         if is_recorded:
             with rows[0].apply(load(path)):
                 pass
+            assert rows[0].write(tmp_path / "unused") == path
         else:
             with pytest.raises(BaseModelError, match=r"not the recorded base.*model\.norm\.weight"):
                 rows[0].apply(load(path)).__enter__()
+            with pytest.raises(BaseModelError, match="not the recorded base"):
+                rows[0].write(tmp_path / "unused")
 
 
 def test_adapters_must_be_taken_off(zoo):
@@ -270,3 +277,71 @@ def test_mistakes_in_the_settings_touch_nothing(zoo):
     with pytest.raises(ConfigError, match="method='rem'"), apply_merge(model, registry, method="rem"):
         pass
     assert_same(model, before)
+
+
+def test_ctrl_c_while_the_base_is_given_back_is_heard_afterwards(zoo, monkeypatch):
+    base, registry = registry_of(zoo, "llama")
+    model = load(base)
+    before = bits(model)
+    pressed = []
+
+    def impatient(piece):
+        # a user presses it again and again
+        if len(pressed) < 3:
+            pressed.append(1)
+            _thread.interrupt_main()
+        return digest_piece(piece)
+
+    with pytest.raises(KeyboardInterrupt), apply_merge(model, registry):
+        monkeypatch.setattr("ram_trl.evaluating.in_place.digest_piece", impatient)
+    assert len(pressed) == 3
+    assert_same(model, before)
+
+
+def test_a_thread_that_is_late_changes_nothing(zoo):
+    base, registry = registry_of(zoo, "llama")
+    model = load(base)
+    before = bits(model)
+    agent = registry.get("math")
+    held = _HeldModel(model, open_recorded_base(agent), agent, ["model.norm.weight"])
+    changed = before["model.norm.weight"] + 1
+    with held.restored():
+        held.write("model.norm.weight", 0, changed)
+        assert torch.equal(model.model.norm.weight, changed)
+    assert_same(model, before)
+    # as of a merge that a second Ctrl-C has left without waiting for its threads
+    with pytest.raises(BaseModelError, match="becoming the base again"):
+        held.write("model.norm.weight", 0, changed)
+    assert_same(model, before)
+
+
+def test_parameters_of_inference_mode_are_refused(zoo):
+    base, registry = registry_of(zoo, "llama")
+    model = load(base)
+    with torch.inference_mode():
+        # transformers loads in threads of its own, which are not in this mode
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.clone())
+    before = bits(model)
+    with pytest.raises(UnsupportedModelError, match=r"torch\.inference_mode"), apply_merge(model, registry):
+        pass
+    assert_same(model, before)
+
+
+def test_quantised_parameters_are_refused_as_such(zoo):
+    base, registry = registry_of(zoo, "llama")
+    model = load(base)
+    # as bitsandbytes holds them: of the same shape
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight' is quantised"), apply_merge(model, registry):
+        pass
+
+
+def test_a_parameter_of_a_compiled_layer_that_the_files_do_not_have(zoo):
+    base, registry = registry_of(zoo, "llama")
+    model = load(base)
+    model.model.layers[0].register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    with pytest.raises(UnsupportedModelError, match=r"no tensor 'model\.layers\.0\.extra'"):
+        with apply_merge(model, registry):
+            pass

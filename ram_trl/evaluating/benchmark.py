@@ -2,9 +2,12 @@
 
 import functools
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed import World
-from ..errors import ConfigError, DistributedError
+from ..errors import ConfigError, DistributedError, RamTrlError
+from ..storage.durable import digest_file
+from .generation import explain_out_of_memory
 from .statistics import Measurement
 from .tasks import BenchmarkTask
 
@@ -38,8 +43,12 @@ class BenchmarkEvaluation:
     def __init__(self, task: BenchmarkTask, seed: int):
         self.task, self._seed = task, seed
         self._manager = _task_manager(task)
-        # changes with the version of the harness
-        self.fingerprint = blake3(repr([seed, importlib.metadata.version("lm_eval")]).encode()).hexdigest()
+        # changes with the harness, with what it has read of the task, and with the user's own files
+        version, files = importlib.metadata.version("lm_eval"), _own_files(task.include_path)
+        loaded = _load(task, self._manager)
+        known = json.dumps([seed, version, files, _content(task, loaded)])
+        self.fingerprint = blake3(known.encode()).hexdigest()
+        self._built = {**loaded["tasks"], **loaded["groups"]}[task.benchmark]
 
     def run(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, world: World
@@ -47,25 +56,24 @@ class BenchmarkEvaluation:
         """Evaluate a model. All ranks call it; the harness gives each its share of the questions.
 
         Returns:
-            `tuple[dict[str, Measurement], list[dict]]`: on every rank, by `METRIC,FILTER`, the one that is shown
-            first; and what the harness recorded of every question.
+            `tuple[dict[str, Measurement], list[dict]]`: on every rank, by `METRIC,FILTER`; and, on rank 0, what the
+            harness recorded of every question.
         """
         try:
-            results = self._evaluate(model, tokenizer, batch_size, world)
+            with explain_out_of_memory(batch_size):
+                results = self._evaluate(model, tokenizer, batch_size, world)
         except _AnotherFailed:
             raise
         except Exception as error:
-            # it comes from the harness, or from the task
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
-            failure = ConfigError(f"task {self.task.name}: lm-evaluation-harness failed: {problem}")
+            failure = error if isinstance(error, RamTrlError) else _failure(self.task, error)
             world.agree(failure)
             raise failure from error
         world.agree(None)
-        results = world.run_on_main(lambda: results)
-        measured = self._measurements(results)
+        # prompts can be long: only what was measured goes to the other ranks
+        measured = world.run_on_main(lambda: self._measurements(results))
         samples = [
             {"task": name, "prompt": _text(sample["arguments"]), "completion": _text(sample["filtered_resps"])}
-            for name, group in results["samples"].items()
+            for name, group in (results["samples"].items() if world.is_main else ())
             for sample in group
         ]
         return measured, samples
@@ -76,7 +84,7 @@ class BenchmarkEvaluation:
         task = self.task
         return simple_evaluate(
             model=_shared_model(model, tokenizer, batch_size, world),
-            tasks=[task.benchmark],
+            tasks=[self._built],
             task_manager=self._manager,
             num_fewshot=task.num_fewshot,
             limit=task.limit,
@@ -91,28 +99,31 @@ class BenchmarkEvaluation:
         )
 
     def _measurements(self, results: dict[str, Any]) -> dict[str, Measurement]:
-        task = self.task
-        values = {**results["results"], **results.get("groups", {})}[task.benchmark]
-        metrics = [name for name in values if "," in name and "_stderr," not in name and _is_number(values[name])]
-        shown = [name for name in metrics if task.metric in (None, name, name.partition(",")[0])]
-        if not shown:
-            raise ConfigError(f"task {task.name}: metric {task.metric!r} is none of {', '.join(metrics) or 'nothing'}")
-        count = results["n-samples"].get(task.benchmark, {}).get("effective", 0)
+        task = self.task.benchmark
+        values = {**results["results"], **results.get("groups", {})}[task]
+        count = results["n-samples"].get(task, {}).get("effective", 0)
+        directions = results["higher_is_better"].get(task, {})
+        samples = sorted(results["samples"].get(task, []), key=lambda sample: sample["doc_id"])
         measured = {}
-        for name in [shown[0], *(name for name in metrics if name != shown[0])]:
-            metric, _, kind = name.partition(",")
-            mean, stderr = float(values[name]), values.get(f"{metric}_stderr,{kind}")
-            samples = results["samples"].get(task.benchmark, [])
-            samples = [sample for sample in samples if sample["filter"] == kind and _is_number(sample.get(metric))]
-            samples.sort(key=lambda sample: sample["doc_id"])
-            scores = [float(sample[metric]) for sample in samples]
+        for name, value in values.items():
+            metric, sign, kind = name.partition(",")
+            if not sign or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{kind}")
+            # a place for every question, also for those without a score: others are compared with them one by one
+            given = [sample.get(metric) for sample in samples if sample["filter"] == kind]
+            scores = [float(score) if _is_number(score) else None for score in given]
+            known = [score for score in scores if score is not None]
             # of other aggregations than the mean the questions have no scores
-            is_mean = scores and math.isclose(math.fsum(scores) / len(scores), mean, rel_tol=1e-9, abs_tol=1e-12)
+            is_mean = known and math.isclose(math.fsum(known) / len(known), value, rel_tol=1e-9, abs_tol=1e-12)
             measured[name] = Measurement(
                 scores=scores if is_mean else None,
-                mean=mean,
+                # a model that is broken has infinite ones
+                mean=float(value) if _is_number(value) else None,
                 stderr=float(stderr) if _is_number(stderr) else None,
-                n=len(scores) or count,
+                n=len(known) or count,
+                # None where the tasks of a group differ
+                higher_is_better=directions.get(metric) is not False,
             )
         return measured
 
@@ -133,12 +144,70 @@ def _task_manager(task: BenchmarkTask) -> Any:
     metadata = json.dumps(task.metadata, sort_keys=True)
     for with_defaults in (False, True) if task.include_path else (True,):
         manager = _index(task.include_path, with_defaults, metadata)
+        if task.benchmark in manager.all_tags:
+            raise ConfigError(
+                f"task {task.name}: {task.benchmark!r} is a tag of lm-evaluation-harness, without a score of its own: "
+                "make a task of each benchmark that has it"
+            )
         if task.benchmark in manager.all_tasks:
             return manager
     where = (
         f", nor does {task.include_path}" if task.include_path else "; name the directory of its file, include_path"
     )
     raise ConfigError(f"task {task.name}: lm-evaluation-harness has no task {task.benchmark!r}{where}")
+
+
+def _load(task: BenchmarkTask, manager: Any) -> dict[str, Any]:
+    """The benchmark with its data.
+
+    Raises:
+        ConfigError: if it cannot be read, or has no score.
+    """
+    try:
+        loaded = manager.load(task.benchmark)
+    except Exception as error:
+        raise _failure(task, error) from error
+    group = loaded["groups"].get(task.benchmark)
+    if group is not None and not group.has_aggregation:
+        raise ConfigError(
+            f"task {task.name}: {task.benchmark!r} is a group without a score of its own: make a task of each of "
+            f"{', '.join(group.child_names)}"
+        )
+    return loaded
+
+
+def _content(task: BenchmarkTask, loaded: dict[str, Any]) -> str:
+    """What the harness has read of a benchmark: settings, templates of prompts, metrics, and digests of the data."""
+    content = {name: group.to_dict() for name, group in loaded["groups"].items()}
+    for name, part in loaded["tasks"].items():
+        shots = part.config.num_fewshot if task.num_fewshot is None else task.num_fewshot
+        try:
+            data = [part.eval_docs if task.limit is None else itertools.islice(part.eval_docs, task.limit)]
+            data += [part.fewshot_docs()] if shots else []
+        except Exception as error:
+            raise _failure(task, error) from error
+        content[name] = [part.dump_config(), [_digest(rows) for rows in data]]
+    # functions without source are shown with their address, which differs from process to process
+    return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(content, sort_keys=True, default=str))
+
+
+def _digest(rows: Iterable[Any] | None) -> str:
+    digest = blake3()
+    for row in rows or ():
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _own_files(include_path: str | None) -> dict[str, str]:
+    """Digests of the user's functions, which the harness imports from beside the task."""
+    files = sorted(Path(include_path).rglob("*.py")) if include_path else []
+    return {str(file.relative_to(include_path)): digest_file(file) for file in files}
+
+
+def _failure(task: BenchmarkTask, error: Exception) -> ConfigError:
+    """What the harness, or the code of a benchmark, raised."""
+    problem = " ".join(f"{type(error).__name__}: {error}".split())
+    return ConfigError(f"task {task.name}: lm-evaluation-harness failed: {problem}")
 
 
 @functools.cache

@@ -5,7 +5,6 @@ memory and none is written to disk. What is finished is kept: a second call with
 """
 
 import contextlib
-import functools
 import json
 import logging
 import time
@@ -18,26 +17,26 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed import SINGLE, World
-from ..errors import ConfigError
+from ..errors import BaseModelError, ConfigError, DistributedError, RamTrlError
 from ..progress import Progress
-from ..storage.checkpoint import Checkpoint
 from ..storage.durable import staging_dir
 from ..storage.registry import AgentRegistry
+from ..version import __version__
 from .benchmark import BenchmarkEvaluation
+from .checks import DTYPES, check_options, check_owners
 from .generation import TransformersGenerator
+from .perplexity import PerplexityEvaluation
 from .report import build_evaluation, markdown_evaluation
 from .reward import RewardEvaluation
-from .rows import Row, make_rows
-from .store import Evaluation, Store, write_text
-from .tasks import RewardTask, Task
-from .vllm_generation import check_vllm, vllm_generator
+from .rows import Row, check_names, make_merge_rows, make_rows
+from .store import Evaluation, Store, model_files, write_text
+from .tasks import PerplexityTask, RewardTask, Task
+from .vllm_generation import vllm_generator
 
 
-__all__ = ["evaluate_models"]
+__all__ = ["Evaluator", "evaluate_models"]
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def evaluate_models(
@@ -45,18 +44,8 @@ def evaluate_models(
     tasks: Sequence[Task],
     output_dir: str,
     *,
-    agents: Sequence[str] | None = None,
     merges: Mapping[str, Mapping[str, Any]] | None = None,
-    merged: Sequence[str] = (),
-    base_model: str | None = None,
-    dtype: str = "auto",
-    device_map: str | None = None,
-    batch_size: int = 16,
-    seed: int = 0,
-    backend: str = "transformers",
-    num_gpus: int = 1,
-    world: World = SINGLE,
-    progress: Progress | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Evaluate the base, agents and merged models. All ranks call it, each with a model of its own.
 
@@ -68,12 +57,37 @@ def evaluate_models(
         output_dir (`str`):
             Directory for `evaluation.json`, `evaluation.md` and what is finished; it may hold an evaluation to go on
             with.
+        merges (`Mapping[str, Mapping]`, *optional*):
+            Merges of the agents to evaluate in place: settings of [`apply_merge`] by the name of their row.
+        **options:
+            `agents`, `merged`, `dtype`, `batch_size`, ...: see [`Evaluator`].
+
+    Returns:
+        `dict`: the content of `evaluation.json`, on every rank; see [`Evaluator.run`].
+
+    Raises:
+        RamTrlError: naming what is wrong and the cure; what was finished is kept.
+    """
+    return Evaluator(registry, tasks, output_dir, **options).run(merges or {})
+
+
+class Evaluator:
+    """Measures the base, agents, merged models and merges, in a model that stays loaded from call to call.
+
+    All ranks make one and call it, each with a model of its own.
+
+    Args:
+        registry ([`AgentRegistry`] or `str`):
+            The registry.
+        tasks (`Sequence[Task]`):
+            Tasks, from [`~ram_trl.evaluating.tasks.read_tasks`].
+        output_dir (`str`):
+            Directory for `evaluation.json`, `evaluation.md` and what is finished; it may hold an evaluation to go on
+            with.
         agents (`Sequence[str]`, *optional*):
             Agents, `"math"` or `"math@v2"`; by default the latest version of every agent.
-        merges (`Mapping[str, Mapping]`, *optional*):
-            Merges of these agents to evaluate in place: settings of [`apply_merge`] by the name of their row.
         merged (`Sequence[str]`, *optional*):
-            Directories of merged models.
+            Directories of merged models, `DIR` or `NAME=DIR`.
         base_model (`str`, *optional*):
             Where the base model is now, if not where it was.
         dtype (`str`, *optional*, defaults to `"auto"`):
@@ -81,7 +95,7 @@ def evaluate_models(
         device_map (`str`, *optional*):
             `"auto"` spreads a model over the GPUs of one process; by default each process has it on its own device.
         batch_size (`int`, *optional*, defaults to `16`):
-            Completions, or questions, at a time.
+            Completions, questions or texts at a time.
         seed (`int`, *optional*, defaults to `0`):
             Seed of sampling and of the choice of examples.
         backend (`str`, *optional*, defaults to `"transformers"`):
@@ -94,146 +108,208 @@ def evaluate_models(
         progress (`Callable`, *optional*):
             Called on rank 0 with what is being done, the completions done and those to do.
 
-    Returns:
-        `dict`: the content of `evaluation.json`, on every rank.
-
     Raises:
-        RamTrlError: naming what is wrong and the cure; what was finished is kept.
-    """
-    registry, root = AgentRegistry(registry), Path(output_dir)
-
-    def prepare() -> tuple[list[Row], Checkpoint, list[Evaluation]]:
-        _check_options(tasks, dtype, device_map, batch_size, world)
-        if backend != "transformers":
-            _check_backend(backend, tasks, device_map, world)
-        rows, base = make_rows(registry, agents, merges or {}, merged, base_model)
-        known = {row.agent for row in rows if row.agent}
-        for task in tasks:
-            if task.agent is not None and task.agent not in known:
-                raise ConfigError(
-                    f"task {task.name} belongs to agent {task.agent!r}, which is not evaluated; there are: "
-                    f"{', '.join(sorted(known))}"
-                )
-        evaluations = [
-            RewardEvaluation(task, seed) if isinstance(task, RewardTask) else BenchmarkEvaluation(task, seed)
-            for task in tasks
-        ]
-        return rows, base, evaluations
-
-    rows, base, evaluations = world.run(prepare)
-    store = Store(root, f"{dtype}/{backend}")
-    world.run_on_main(store.open)
-    run = _Run(partial(_load, base, dtype, device_map, world), store, batch_size, world, progress)
-    for row in rows:
-        if backend == "vllm":
-            run.measure_with_vllm(row, evaluations, root, dtype, num_gpus)
-        else:
-            run.measure(row, evaluations)
-
-    def report() -> dict[str, Any]:
-        results = {row.name: {task.task.name: store.load(row, task) for task in evaluations} for row in rows}
-        content = build_evaluation(rows, tasks, results, {"dtype": dtype, "seed": seed, "base_model": base.name})
-        write_text(root / "evaluation.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
-        write_text(root / "evaluation.md", markdown_evaluation(content))
-        return content
-
-    return world.run_on_main(report)
-
-
-class _Run:
-    """Measures rows, one after the other, in a model that is loaded when it is needed.
-
-    Args:
-        load (`Callable`):
-            Loads the base and its tokenizer.
-        store ([`~ram_trl.evaluating.store.Store`]):
-            What is finished.
-        batch_size (`int`):
-            Completions, or questions, at a time.
-        world ([`~ram_trl.distributed.World`]):
-            The processes that evaluate together.
-        progress (`Callable`, *optional*):
-            Called on rank 0.
+        RamTrlError: naming what is wrong and the cure.
     """
 
     def __init__(
         self,
-        load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]],
-        store: Store,
-        batch_size: int,
-        world: World,
-        progress: Progress | None,
+        registry: AgentRegistry | str,
+        tasks: Sequence[Task],
+        output_dir: str,
+        *,
+        agents: Sequence[str] | None = None,
+        merged: Sequence[str] = (),
+        base_model: str | None = None,
+        dtype: str = "auto",
+        device_map: str | None = None,
+        batch_size: int = 16,
+        seed: int = 0,
+        backend: str = "transformers",
+        num_gpus: int = 1,
+        world: World = SINGLE,
+        progress: Progress | None = None,
     ):
-        self._load, self._store, self._batch_size = functools.cache(load), store, batch_size
+        self._registry, self._tasks, self._root = AgentRegistry(registry), list(tasks), Path(output_dir)
+        self._base_model, self._dtype, self._device_map = base_model, dtype, device_map
+        self._batch_size, self._seed, self._backend, self._num_gpus = batch_size, seed, backend, num_gpus
         self._world, self._progress = world, progress if world.is_main else None
+        self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+        self._evaluations: list[Evaluation] = []
+        self._merges: dict[str, Row] = {}
+        # on rank 0: what was measured by row and task, and what could not be made
+        self._results: dict[str, dict[str, dict[str, Any]]] = {}
+        self._failed: dict[str, str] = {}
 
-    def measure(self, row: Row, evaluations: Sequence[Evaluation]) -> None:
-        """Measure what is not finished of a row, and keep it."""
-        world, todo = self._world, self._unfinished(row, evaluations)
-        if not todo:
-            return
-        model, tokenizer = world.run(self._load)
+        def look_up() -> None:
+            check_options(self._tasks, dtype, device_map, batch_size, backend, world)
+            self._rows, self._base = make_rows(self._registry, agents, merged, base_model)
+            check_owners(self._tasks, self._rows)
+            how = {"dtype": dtype, "backend": backend, "batch_size": batch_size}
+            self._settings = {"base_model": self._base.name, "seed": seed, **how}
+            files = model_files(self._base.path)
+            self._store = Store(self._root, {**how, "ram_trl": __version__, "files": files})
+
+        world.run(look_up)
+
+    def run(self, merges: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """Measure what is not finished. All ranks call it, with the same merges.
+
+        `evaluation.json` and `evaluation.md` are written after every row. A merge that cannot be made is left out, and
+        the others are measured.
+
+        Args:
+            merges (`Mapping[str, Mapping]`, *optional*):
+                Merges of the agents to evaluate in place: settings of [`apply_merge`] by the name of their row. They
+                come to those of earlier calls.
+
+        Returns:
+            `dict`: the content of `evaluation.json`, on every rank, of all rows up to now; under `"failed"` the merges
+            that could not be made, by name, and why.
+
+        Raises:
+            RamTrlError: naming what is wrong and the cure; what was finished is kept.
+        """
+        self._world.run(lambda: self._prepare(merges or {}))
+        self._world.run_on_main(self._store.open)
+        for row in self._all_rows():
+            # what could not be made is not tried again by every call
+            todo = [] if row.name in self._failed else self._unfinished(row)
+            if not todo:
+                continue
+            if self._backend == "vllm":
+                self._measure_with_vllm(row, todo)
+            else:
+                self._measure(row, todo)
+            self._world.run_on_main(self._write)
+        self._world.run_on_main(self._write)
+        return self._world.run_on_main(lambda: self._content)
+
+    def _prepare(self, merges: Mapping[str, Mapping[str, Any]]) -> None:
+        agents = [row.name for row in self._rows if row.kind == "agent"]
+        rows = make_merge_rows(self._registry, agents, merges, self._base_model)
+        for row in rows:
+            if row.name in self._merges and self._merges[row.name].identity != row.identity:
+                raise ConfigError(f"merge {row.name!r} was another one before: give it a name of its own")
+        new = [row for row in rows if row.name not in self._merges]
+        check_names([*self._all_rows(), *new])
+        if not self._evaluations:
+            self._evaluations = [_evaluation(task, self._seed) for task in self._tasks]
+        self._merges.update({row.name: row for row in new})
+
+    def _all_rows(self) -> list[Row]:
+        """The base, agents, merges and directories, as they are shown."""
+        directories = [row for row in self._rows if row.kind == "merged"]
+        return [*(row for row in self._rows if row.kind != "merged"), *self._merges.values(), *directories]
+
+    def _unfinished(self, row: Row) -> list[Evaluation]:
+        def look() -> list[bool]:
+            known = self._results.setdefault(row.name, {})
+            for evaluation in self._evaluations:
+                name = evaluation.task.name
+                if name not in known and (kept := self._store.load(row, evaluation)) is not None:
+                    known[name] = kept
+            return [evaluation.task.name not in known for evaluation in self._evaluations]
+
+        is_open = self._world.run_on_main(look)
+        return [evaluation for evaluation, wanted in zip(self._evaluations, is_open, strict=True) if wanted]
+
+    def _measure(self, row: Row, todo: Sequence[Evaluation]) -> None:
+        world = self._world
+        model, _ = world.run(self._load)
+        self._warn_of_rounding(row, model.dtype)
         with contextlib.ExitStack() as stack:
-            world.run(lambda: stack.enter_context(row.apply(model)))
+            try:
+                world.run(lambda: stack.enter_context(row.apply(model)))
+            except RamTrlError as error:
+                self._give_back(stack)
+                self._note_failure(row, error)
+                return
             for evaluation in todo:
-                started = time.monotonic()
-                if isinstance(evaluation, BenchmarkEvaluation):
-                    metrics, records = evaluation.run(model, tokenizer, self._batch_size, world)
-                else:
-                    generator = world.run(lambda: TransformersGenerator(model, tokenizer, self._batch_size))
-                    metrics, records = evaluation.run(generator, world, self._meter(row))
-                seconds = round(time.monotonic() - started, 1)
-                world.run_on_main(partial(self._store.save, row, evaluation, metrics, records, seconds))
+                self._keep(row, evaluation, partial(self._evaluate, row, evaluation))
+            self._give_back(stack)
 
-    def measure_with_vllm(
-        self, row: Row, evaluations: Sequence[RewardEvaluation], root: Path, dtype: str, num_gpus: int
-    ) -> None:
-        """The same with vLLM, in one process."""
-        todo = self._unfinished(row, evaluations)
-        if not todo:
-            return
-        with staging_dir(root) as folder, vllm_generator(row.write(folder / "model"), dtype, num_gpus) as generator:
-            for evaluation in todo:
-                started = time.monotonic()
-                metrics, records = evaluation.run(generator, self._world, self._meter(row))
-                self._store.save(row, evaluation, metrics, records, round(time.monotonic() - started, 1))
+    def _evaluate(self, row: Row, evaluation: Evaluation) -> tuple[dict, list]:
+        model, tokenizer = self._loaded
+        if isinstance(evaluation, BenchmarkEvaluation):
+            return evaluation.run(model, tokenizer, self._batch_size, self._world)
+        if isinstance(evaluation, PerplexityEvaluation):
+            return evaluation.run(model, tokenizer, self._batch_size, self._world, self._meter(row))
+        generator = self._world.run(lambda: TransformersGenerator(model, tokenizer, self._batch_size))
+        return evaluation.run(generator, self._world, self._meter(row))
 
-    def _unfinished(self, row: Row, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-        is_done = self._world.run_on_main(lambda: [self._store.load(row, task) is not None for task in evaluations])
-        return [evaluation for evaluation, done in zip(evaluations, is_done, strict=True) if not done]
+    def _measure_with_vllm(self, row: Row, todo: Sequence[RewardEvaluation]) -> None:
+        with staging_dir(self._root) as folder:
+            try:
+                directory = row.write(folder / "model")
+            except RamTrlError as error:
+                self._note_failure(row, error)
+                return
+            with vllm_generator(directory, self._dtype, self._num_gpus) as generator:
+                for evaluation in todo:
+                    run = partial(evaluation.run, generator, self._world, self._meter(row))
+                    self._keep(row, evaluation, run)
+
+    def _keep(self, row: Row, evaluation: Evaluation, measure: Callable[[], tuple[dict, list]]) -> None:
+        """Measure a row on one task, and keep what came out."""
+        started = time.monotonic()
+        metrics, records = measure()
+        seconds = round(time.monotonic() - started, 1)
+
+        def keep() -> None:
+            kept = self._store.save(row, evaluation, metrics, records, seconds)
+            self._results[row.name][evaluation.task.name] = kept
+
+        self._world.run_on_main(keep)
+
+    def _give_back(self, stack: contextlib.ExitStack) -> None:
+        """Make the model the base again, on all ranks or on none: where one cannot, the others must not go on."""
+        try:
+            self._world.run(stack.close)
+        except Exception:
+            self._loaded = None
+            raise
+
+    def _note_failure(self, row: Row, error: RamTrlError) -> None:
+        """Remember a merge that cannot be made. What stands in the way of every row ends the evaluation."""
+        is_fatal = row.kind != "merged" or isinstance(error, BaseModelError | DistributedError)
+        if any(self._world.gather(is_fatal)):
+            self._loaded = None
+            raise error
+        self._failed[row.name] = str(error)
+        if self._world.is_main:
+            logger.warning("%s cannot be evaluated: %s", row.name, error)
+
+    def _write(self) -> None:
+        rows = [row for row in self._all_rows() if len(self._results.get(row.name, ())) == len(self._tasks)]
+        names = {row.name for row in rows}
+        failed = {name: problem for name, problem in self._failed.items() if name not in names}
+        self._content = build_evaluation(rows, self._tasks, self._results, self._settings, failed)
+        text = json.dumps(self._content, indent=2, allow_nan=False, default=str)
+        write_text(self._root / "evaluation.json", text + "\n")
+        write_text(self._root / "evaluation.md", markdown_evaluation(self._content))
+
+    def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        if self._loaded is None:
+            path, device_map = self._base.path, self._device_map
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[self._dtype], device_map=device_map)
+            self._loaded = (model if device_map else model.to(self._world.device)).eval(), tokenizer
+        return self._loaded
+
+    def _warn_of_rounding(self, row: Row, held: torch.dtype) -> None:
+        if self._world.is_main and row.dtype is not None and torch.promote_types(row.dtype, held) != held:
+            dtype = str(row.dtype).removeprefix("torch.")
+            logger.warning(
+                "%s ran in %s, is measured rounded to %s: --dtype %s shows it as it is", row.name, dtype, held, dtype
+            )
 
     def _meter(self, row: Row) -> Progress | None:
         progress = self._progress
         return progress and (lambda task, done, total: progress(f"{row.name}: {task}", done, total))
 
 
-def _load(
-    base: Checkpoint, dtype: str, device_map: str | None, world: World
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = AutoTokenizer.from_pretrained(base.path)
-    model = AutoModelForCausalLM.from_pretrained(base.path, dtype=_DTYPES[dtype], device_map=device_map)
-    return (model if device_map else model.to(world.device)).eval(), tokenizer
-
-
-def _check_options(tasks: Sequence[Task], dtype: str, device_map: str | None, batch_size: int, world: World) -> None:
-    if not tasks:
-        raise ConfigError("no task to evaluate")
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} must be at least 1")
-    if device_map and world.size > 1:
-        raise ConfigError(
-            f"device_map={device_map!r} spreads the model over the GPUs of one process: start one process, or leave "
-            "it out to have the model once on each GPU"
-        )
-
-
-def _check_backend(backend: str, tasks: Sequence[Task], device_map: str | None, world: World) -> None:
-    if backend != "vllm":
-        raise ConfigError(f"backend={backend!r} is not one of transformers, vllm")
-    if world.size > 1 or device_map:
-        raise ConfigError("vLLM spreads a model over GPUs by itself: start one process, without device_map")
-    if benchmarks := [task.name for task in tasks if not isinstance(task, RewardTask)]:
-        raise ConfigError(f"task {benchmarks[0]} is a benchmark, which runs with --backend transformers")
-    check_vllm()
+def _evaluation(task: Task, seed: int) -> Evaluation:
+    if isinstance(task, PerplexityTask):
+        return PerplexityEvaluation(task)
+    return RewardEvaluation(task, seed) if isinstance(task, RewardTask) else BenchmarkEvaluation(task, seed)

@@ -1,6 +1,7 @@
 """Completions of prompts: greedy, or sampled so that a sample depends on its prompt and the seed alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +19,23 @@ from transformers import (
 )
 
 from ..errors import ConfigError
-from .tasks import RewardTask
+from .tasks import PerplexityTask, RewardTask
 
 
-__all__ = ["TransformersGenerator", "is_conversation", "prompt_tokens", "sample_seed"]
+__all__ = [
+    "TransformersGenerator",
+    "explain_out_of_memory",
+    "is_conversation",
+    "max_positions",
+    "prompt_tokens",
+    "sample_seed",
+]
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Any, task: RewardTask) -> list[int]:
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Any, task: RewardTask | PerplexityTask) -> list[int]:
     """Tokens of a prompt, as TRL's GRPOTrainer makes them: text as it is, messages through the chat template.
+
+    Other than there, a message of the assistant at the end is continued.
 
     Raises:
         ConfigError: if it is neither text nor messages, or there is no chat template.
@@ -62,6 +72,22 @@ def sample_seed(seed: int, task: str, prompt: int, sample: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Tokens that a model can read at most, if its configuration says so."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+@contextmanager
+def explain_out_of_memory(batch_size: int) -> Iterator[None]:
+    """Turn a lack of the device's memory into a [`ConfigError`] that names the cure."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"out of memory on the device: lower --batch_size ({batch_size}), or spread the model: --device_map auto"
+        ) from error
+
+
 class TransformersGenerator:
     """Generates with a loaded model of transformers, in batches padded on the left.
 
@@ -78,6 +104,7 @@ class TransformersGenerator:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int):
         self._model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.max_length = max_positions(model)
         self._ends = _end_tokens(model, tokenizer)
         self._padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._ends[0]
 
@@ -111,12 +138,13 @@ class TransformersGenerator:
             eos_token_id=self._ends,
         )
         self._model.eval()
-        output = self._model.generate(
-            input_ids=tokens.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
-            logits_processor=_sampling(task, seeds, device),
-        )
+        with explain_out_of_memory(self.batch_size):
+            output = self._model.generate(
+                input_ids=tokens.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                logits_processor=_sampling(task, seeds, device),
+            )
         return [self._cut(row) for row in output[:, length:].tolist()]
 
     def _cut(self, completion: list[int]) -> list[int]:

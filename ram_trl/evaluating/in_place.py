@@ -12,6 +12,7 @@ tile that is overwritten must hold the base's values when the context is entered
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -200,6 +201,9 @@ class _HeldModel:
         self._places = find_places(model, base.tensors, self.records, needed)
         # digest of the base's bytes for every range that was overwritten, by name, start and stop
         self._overwritten: dict[tuple[str, int, int], bytes] = {}
+        # threads that write now, and whether the model is becoming the base again, after which none may begin to
+        self._state = threading.Condition()
+        self._num_writing, self._is_leaving = 0, False
 
     def write(self, name: str, start: int, tile: Tensor) -> None:
         """Put some values in the place of the base's. What is there must be the base's."""
@@ -218,8 +222,10 @@ class _HeldModel:
                 )
         if _same_bits(values, base):
             return
-        self._overwritten[name, start, stop] = digest_piece(stored)
-        self._put(place, start, values)
+        digest = digest_piece(stored)
+        with self._writing():
+            self._overwritten[name, start, stop] = digest
+            self._put(place, start, values)
 
     def close(self) -> None:
         """Everything was written."""
@@ -232,10 +238,35 @@ class _HeldModel:
         finally:
             self._restore()
 
+    @contextmanager
+    def _writing(self, is_restoring: bool = False) -> Iterator[None]:
+        with self._state:
+            if self._is_leaving and not is_restoring:
+                # an interrupt has ended the merge before its threads
+                raise BaseModelError("the model is becoming the base again")
+            self._num_writing += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._num_writing -= 1
+                self._state.notify_all()
+
     def _restore(self) -> None:
-        with contextlib.closing(in_threads(self._restore_range, list(self._overwritten.items()))) as restored:
-            for (place, _), _ in restored:
-                del self._overwritten[place]
+        """Give everything back, however often Ctrl-C is pressed meanwhile; it is heard afterwards."""
+        interrupt = None
+        while self._overwritten or self._num_writing or not self._is_leaving:
+            try:
+                with self._state:
+                    self._is_leaving = True
+                    self._state.wait_for(lambda: not self._num_writing)
+                with contextlib.closing(in_threads(self._restore_range, list(self._overwritten.items()))) as restored:
+                    for (place, _), _ in restored:
+                        del self._overwritten[place]
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _restore_range(self, overwritten: tuple[tuple[str, int, int], bytes]) -> None:
         (name, start, stop), digest = overwritten
@@ -246,7 +277,8 @@ class _HeldModel:
                 "become the base again: load it anew"
             )
         place = self._places[name]
-        self._put(place, start, stored.to(place.dtype))
+        with self._writing(is_restoring=True):
+            self._put(place, start, stored.to(place.dtype))
 
     def _put(self, place: Tensor, start: int, values: Tensor) -> None:
         for begin, end, part in held_ranges(place, start, start + values.numel()):

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..errors import UnsupportedModelError
 from ..registering.checks import COMPUTED_BUFFERS
-from ..registering.live_model import check_backend, named_tensors, on_meta, unwrap
+from ..registering.live_model import check_backend, named_tensors, on_meta, strip_wrappers, unwrap
 from ..sharded import is_sharded
 from ..storage.manifest import TensorRecord
 from ..storage.tensor_file import TensorInfo
@@ -52,7 +52,7 @@ def find_places(
         raise UnsupportedModelError(f"the model has PEFT adapters attached: {_LOAD} without them, or unload them")
     places: dict[str, Tensor] = {}
     known: dict[tuple, list[_Part]] = {}
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = {strip_wrappers(name) for name, _ in model.named_parameters()}
     for name, held in named_tensors(model):
         if is_sharded(held):
             raise UnsupportedModelError(
@@ -64,6 +64,11 @@ def find_places(
                 f"parameter {name!r} is offloaded to the CPU's memory or to a disk: use more or larger GPUs, or a "
                 "device map that keeps the whole model on devices"
             )
+        if held.is_inference():
+            raise UnsupportedModelError(
+                f"parameter {name!r} was made under torch.inference_mode, outside of which it cannot change: load the "
+                "model outside"
+            )
         for key, place in _placed(model, name, held.detach(), known):
             info = infos.get(key)
             if info is None:
@@ -72,6 +77,8 @@ def find_places(
                         f"the base's files have no tensor {key!r}, which the model has: {_LOAD}"
                     )
                 continue
+            if info.dtype.is_floating_point and not place.is_floating_point():
+                raise UnsupportedModelError(f"parameter {name!r} is quantised: {_LOAD} without quantisation")
             if place.shape != info.shape:
                 raise UnsupportedModelError(
                     f"tensor {key!r} is {list(place.shape)} in the model and {list(info.shape)} in the base's files: "
@@ -107,7 +114,7 @@ def _placed(
         yield next(iter(converted)), held
         return
     # layers are converted alike
-    kind = (re.sub(r"\d+", "#", name), held.shape)
+    kind = (re.sub(r"\d+", "#", name), held.shape, held.is_contiguous())
     if kind not in known:
         known[kind] = _parts(model, name, held)
     for key, part in zip(converted, known[kind], strict=True):

@@ -2,9 +2,14 @@
 
 import asyncio
 import copy
+import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +21,8 @@ from ..distributed import World
 from ..errors import ConfigError
 from ..options import load_function
 from ..progress import Progress
+from ..storage.durable import digest_file
+from .data import load_examples
 from .generation import is_conversation, prompt_tokens, sample_seed
 from .statistics import Measurement
 from .tasks import RewardTask
@@ -23,7 +30,6 @@ from .tasks import RewardTask
 
 __all__ = ["Generator", "RewardEvaluation"]
 
-_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 # Columns that TRL does not pass to reward functions among the others.
 _NOT_PASSED = ("prompt", "completion", "completion_ids")
 # Names of what TRL passes beside the columns: a column of that name would take its place.
@@ -34,6 +40,7 @@ class Generator(Protocol):
     """What completes prompts."""
 
     batch_size: int
+    max_length: int | None
     tokenizer: PreTrainedTokenizerBase
 
     def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], task: RewardTask) -> list[list[int]]:
@@ -68,8 +75,8 @@ class RewardEvaluation:
         option = f"task {task.name}: reward_funcs"
         self._functions = {name: load_function(name, option) for name in task.reward_funcs}
         self._rows = _load_rows(task)
-        sources = [_source(function) for function in self._functions.values()]
-        # changes when the dataset or the file of a reward function does
+        sources = [_source(name, function) for name, function in self._functions.items()]
+        # changes when the dataset or a file of a reward function does
         self.fingerprint = blake3(repr([seed, sources, self._rows]).encode()).hexdigest()
 
     def run(
@@ -106,6 +113,13 @@ class RewardEvaluation:
     def _answer(self, generator: Generator, world: World, progress: Progress | None) -> list[_Answer]:
         task, tokenizer = self.task, generator.tokenizer
         prompts = [prompt_tokens(tokenizer, row["prompt"], task) for row in self._rows]
+        longest = max(map(len, prompts))
+        if generator.max_length is not None and longest + task.max_new_tokens > generator.max_length:
+            raise ConfigError(
+                f"task {task.name}: a prompt of {longest} tokens and max_new_tokens={task.max_new_tokens} are more "
+                f"than the {generator.max_length} that the model can read (max_position_embeddings): lower "
+                "max_new_tokens or leave such prompts out"
+            )
         wanted = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(task.num_samples)]
         wanted.sort(key=lambda pair: (-len(prompts[pair[0]]), pair))
         batches = [wanted[at : at + generator.batch_size] for at in range(0, len(wanted), generator.batch_size)]
@@ -141,20 +155,23 @@ class RewardEvaluation:
             "log_extra": _ignore,
             "log_metric": _ignore,
         }
-        columns = [self._call(name, function, arguments) for name, function in self._functions.items()]
+        # asynchronous ones run while the others are called
+        given = {name: self._called(name, function, arguments) for name, function in self._functions.items()}
+        columns = [self._checked(name, values, arguments) for name, values in given.items()]
         return [list(values) for values in zip(*columns, strict=True)]
 
-    def _call(self, name: str, function: Callable, arguments: dict[str, Any]) -> list[float | None]:
-        where = f"task {self.task.name}: reward function {name}"
-        try:
+    def _called(self, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
+        with self._explained(name):
             values = function(**arguments)
             if inspect.isawaitable(values):
-                values = asyncio.run(_result(values))
+                return asyncio.run_coroutine_threadsafe(_result(values), _event_loop())
+            return values
+
+    def _checked(self, name: str, values: Any, arguments: dict[str, Any]) -> list[float | None]:
+        where = f"task {self.task.name}: reward function {name}"
+        with self._explained(name):
+            values = values.result() if isinstance(values, Future) else values
             rewards = [None if value is None else float(value) for value in values]
-        except Exception as error:
-            # it is the user's, and can raise anything
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{where} failed: {problem}") from error
         if len(rewards) != len(arguments["prompts"]):
             raise ConfigError(
                 f"{where} gave {len(rewards)} rewards for {len(arguments['prompts'])} completions: it must give one "
@@ -167,6 +184,15 @@ class RewardEvaluation:
                 )
         return rewards
 
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # the function is the user's, and can raise anything
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"task {self.task.name}: reward function {name} failed: {problem}") from error
+
     def _reward(self, answer: _Answer) -> float | None:
         """Weighted sum of what the functions gave, as in TRL."""
         weights = self.task.reward_weights or [1.0] * len(answer.rewards)
@@ -175,43 +201,35 @@ class RewardEvaluation:
 
 
 def _load_rows(task: RewardTask) -> list[dict[str, Any]]:
-    # imported here: it takes a second, and benchmarks do without
-    from datasets import load_dataset, load_from_disk
-
-    path, name = Path(task.dataset), task.dataset
-    where = f"task {task.name}: dataset {name!r}"
-    if path.is_file() and path.suffix not in _FORMATS:
-        raise ConfigError(f"{where} is none of {', '.join(_FORMATS)}")
-    if path.is_file() and not path.stat().st_size:
-        raise ConfigError(f"{where} has no prompts")
-    try:
-        if path.is_file():
-            rows = load_dataset(_FORMATS[path.suffix], data_files=name, split=task.split or "train")
-        elif path.is_dir() and any((path / marker).exists() for marker in ("dataset_info.json", "dataset_dict.json")):
-            rows = load_from_disk(name)
-            rows = rows[task.split or "test"] if isinstance(rows, dict) else rows
-        else:
-            rows = load_dataset(name, task.dataset_config, split=task.split or "test")
-    except Exception as error:
-        # the readers of files raise errors of their own libraries
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{where} cannot be loaded: {problem}") from error
+    rows, where = load_examples(task, task.dataset), f"task {task.name}: dataset {task.dataset!r}"
     if "prompt" not in rows.column_names:
         raise ConfigError(f"{where} has no column 'prompt', only {', '.join(rows.column_names) or 'nothing'}")
     if reserved := sorted(set(rows.column_names) & set(_RESERVED)):
         raise ConfigError(
             f"{where} has a column {reserved[0]!r}, which reward functions get something else as: rename it"
         )
-    if not len(rows):
-        raise ConfigError(f"{where} has no prompts")
-    return rows.select(range(min(len(rows), task.limit or len(rows)))).to_list()
+    return rows.to_list()
 
 
-def _source(function: Callable) -> str:
-    """The file that a function is in, if it can be found: classes and compiled functions have none."""
+def _source(name: str, function: Callable) -> list[str]:
+    """Digests of the files that a function comes from: of the module that names it, and where it was written."""
     function = inspect.unwrap(function)
-    path = inspect.getsourcefile(function) if inspect.isfunction(function) else None
-    return Path(path).read_text(encoding="utf-8") if path else repr(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    # of a callable object it is its class that was written
+    written = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    modules = [sys.modules.get(module) for module in (name.partition(":")[0], written.__module__)]
+    # what is compiled into the interpreter has no file
+    paths = [getattr(module, "__file__", None) for module in modules]
+    return [digest_file(Path(path)) for path in paths if path]
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """A loop in a thread of its own, the one of all asynchronous functions: their clients belong to a loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="ram_trl rewards", daemon=True).start()
+    return loop
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -61,12 +61,15 @@ class Measurement:
             Standard error of `mean`.
         n (`int`, *optional*, defaults to `0`):
             Prompts behind `mean`.
+        higher_is_better (`bool`, *optional*, defaults to `True`):
+            Whether a higher score is a better one; of perplexity it is not.
     """
 
     scores: list[float | None] | None = None
     mean: float | None = None
     stderr: float | None = None
     n: int = 0
+    higher_is_better: bool = True
 
 
 def mean_of(measured: Measurement) -> Estimate:

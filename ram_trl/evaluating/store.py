@@ -1,28 +1,37 @@
-"""What is finished of an evaluation, on disk: a later call with the same settings goes on from there."""
+"""What is finished of an evaluation, on disk: a later call with the same settings goes on from there.
+
+A file is named by what was measured and how, not by the row: names of rows are labels, which may change.
+"""
 
 import json
 import logging
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from ..errors import CorruptedFileError, OutputExistsError
-from ..storage.durable import explain_os_errors, make_dirs, read_json
+from ..storage.durable import digest_file, explain_os_errors, make_dirs, read_json
 from .benchmark import BenchmarkEvaluation
+from .perplexity import PerplexityEvaluation
 from .reward import RewardEvaluation
 from .rows import Row
 from .statistics import Measurement
 
 
-__all__ = ["Evaluation", "Store", "write_text"]
+__all__ = ["Evaluation", "Store", "model_files", "write_text"]
 
 logger = logging.getLogger(__name__)
 
-Evaluation = RewardEvaluation | BenchmarkEvaluation
+Evaluation = RewardEvaluation | BenchmarkEvaluation | PerplexityEvaluation
 
 _RESULTS = "results"
+# Fields of a task that say how it is shown, not how it is measured.
+_LABELS = ("agent", "metric")
+# Files beside the weights that a model is asked by: tokenizer, chat template, configuration, generation.
+_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 class Store:
@@ -31,11 +40,11 @@ class Store:
     Args:
         root (`Path`):
             Output directory.
-        how (`str`):
-            Dtype and backend of the evaluation.
+        how (`dict`):
+            What all results of the evaluation depend on: dtype, backend, batch size, ...
     """
 
-    def __init__(self, root: Path, how: str):
+    def __init__(self, root: Path, how: dict[str, Any]):
         self._root, self._how = root, how
 
     def open(self) -> None:
@@ -50,7 +59,8 @@ class Store:
 
     def load(self, row: Row, evaluation: Evaluation) -> dict[str, Any] | None:
         """What was measured of a row with just these settings, or `None`."""
-        path = self._path(row, evaluation, ".json")
+        fingerprint = self._fingerprint(row, evaluation)
+        path = self._path(fingerprint)
         if not path.exists():
             return None
         try:
@@ -58,7 +68,7 @@ class Store:
         except CorruptedFileError:
             logger.warning("%s is damaged and measured again", path)
             return None
-        return content if content.get("fingerprint") == self._fingerprint(row, evaluation) else None
+        return content if content.get("fingerprint") == fingerprint else None
 
     def save(
         self,
@@ -67,34 +77,47 @@ class Store:
         metrics: dict[str, Measurement],
         records: list[dict[str, Any]],
         seconds: float,
-    ) -> None:
-        """Keep what was measured, the completions first."""
+    ) -> dict[str, Any]:
+        """Keep what was measured, the completions first.
+
+        Returns:
+            `dict`: what [`load`] gives from now on.
+        """
+        fingerprint = self._fingerprint(row, evaluation)
+        path = self._path(fingerprint)
+        completions = path.with_suffix(".completions.jsonl")
         lines = [json.dumps(record, default=str) for record in records]
         content = {
-            "fingerprint": self._fingerprint(row, evaluation),
+            "fingerprint": fingerprint,
+            # labels, of the first row and task that were measured so
             "row": row.name,
             "task": evaluation.task.name,
             "seconds": seconds,
-            "metrics": {
-                name: {"scores": measured.scores, "mean": measured.mean, "stderr": measured.stderr, "n": measured.n}
-                for name, measured in metrics.items()
-            },
+            "completions": f"{_RESULTS}/{completions.name}",
+            "metrics": {name: asdict(measured) for name, measured in metrics.items()},
         }
-        write_text(self._path(row, evaluation, ".completions.jsonl"), "\n".join([*lines, ""]))
-        write_text(self._path(row, evaluation, ".json"), json.dumps(content, allow_nan=False) + "\n")
+        write_text(completions, "\n".join([*lines, ""]))
+        write_text(path, json.dumps(content, allow_nan=False) + "\n")
+        return content
 
-    def _path(self, row: Row, evaluation: Evaluation, ending: str) -> Path:
-        return self._root / _RESULTS / row.name / f"{evaluation.task.name}{ending}"
+    def _path(self, fingerprint: str) -> Path:
+        return self._root / _RESULTS / f"{fingerprint[:16]}.json"
 
     def _fingerprint(self, row: Row, evaluation: Evaluation) -> str:
-        known = [row.identity, repr(evaluation.task), evaluation.fingerprint, self._how]
-        return blake3(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        options = {key: value for key, value in asdict(evaluation.task).items() if key not in _LABELS}
+        known = [row.identity, options, evaluation.fingerprint, self._how]
+        return blake3(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def model_files(directory: Path) -> dict[str, str]:
+    """Digests of a model's files that are not weights, by name: what it is asked by depends on them."""
+    files = [file for file in sorted(directory.iterdir()) if file.suffix in _ENDINGS and file.is_file()]
+    return {file.name: digest_file(file) for file in files if not file.name.endswith(".index.json")}
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that is there whole, or as it was."""
     with explain_os_errors(f"writing {path}"):
-        path.parent.mkdir(exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""What models are evaluated on: a YAML file that names tasks, each by reward or by a benchmark.
+"""What models are evaluated on: a YAML file that names tasks, each by reward, by a benchmark or by perplexity.
 
 ```yaml
 math:
@@ -10,6 +10,8 @@ gsm8k:
   agent: math
   benchmark: gsm8k                   # a task of lm-evaluation-harness
   metric: exact_match,flexible-extract
+stories:
+  perplexity: data/stories.jsonl     # a column "text", or "prompt" and "completion"
 ```
 """
 
@@ -26,7 +28,7 @@ from ..options import read_yaml
 from ..storage.versions import check_name
 
 
-__all__ = ["BenchmarkTask", "RewardTask", "Task", "read_tasks"]
+__all__ = ["BenchmarkTask", "PerplexityTask", "RewardTask", "Task", "read_tasks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,48 @@ class BenchmarkTask:
         _check(self, "limit must be at least 1", self.limit is None or self.limit >= 1)
 
 
-Task = RewardTask | BenchmarkTask
+@dataclass(frozen=True, kw_only=True)
+class PerplexityTask:
+    """A dataset that a model should find likely.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        perplexity (`str`):
+            The dataset, as `dataset` of [`RewardTask`]: with a column `text`, all of whose tokens count, or with
+            `prompt` and `completion` (text or messages), of which the completion's tokens count.
+        agent (`str`, *optional*):
+            Agent whose own task this is.
+        dataset_config (`str`, *optional*):
+            Configuration of a Hub dataset.
+        split (`str`, *optional*):
+            Split of the dataset; `test` of the Hub's by default.
+        limit (`int`, *optional*):
+            Only so many of its first examples.
+        max_length (`int`, *optional*, defaults to `2048`):
+            Tokens of an example that are read; the rest is cut off.
+        chat_template_kwargs (`dict`, *optional*):
+            Arguments of the chat template, like `enable_thinking`.
+    """
+
+    name: str
+    perplexity: str
+    agent: str | None = None
+    dataset_config: str | None = None
+    split: str | None = None
+    limit: int | None = None
+    max_length: int = 2048
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        _check(self, "limit must be at least 1", self.limit is None or self.limit >= 1)
+        _check(self, "max_length must be at least 2: the first token follows on none", self.max_length >= 2)
+
+
+Task = RewardTask | BenchmarkTask | PerplexityTask
+
+# The option that tells what kind of task it is; by reward without one of these.
+_KINDS = {"benchmark": BenchmarkTask, "perplexity": PerplexityTask}
 
 
 def read_tasks(path: str) -> list[Task]:
@@ -170,7 +213,10 @@ def _task(name: Any, options: Any) -> Task:
     if not isinstance(name, str) or not isinstance(options, dict):
         raise ConfigError(f"task {name!r} is not of the form NAME: its options")
     check_name(name, "task")
-    kind = BenchmarkTask if "benchmark" in options else RewardTask
+    kinds = [kind for option, kind in _KINDS.items() if option in options]
+    if len(kinds) > 1:
+        raise ConfigError(f"task {name} is by benchmark or by perplexity: make two tasks of it")
+    kind = kinds[0] if kinds else RewardTask
     known = {option.name: option for option in dataclasses.fields(kind) if option.name != "name"}
     hints = typing.get_type_hints(kind)
     values = {}
@@ -182,7 +228,10 @@ def _task(name: Any, options: Any) -> Task:
     for option in known.values():
         is_needed = option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
         if is_needed and option.name not in values:
-            raise ConfigError(f"task {name}: {option.name} is missing (or benchmark: a task of lm-evaluation-harness)")
+            raise ConfigError(
+                f"task {name}: {option.name} is missing (or benchmark: a task of lm-evaluation-harness, or "
+                "perplexity: a dataset)"
+            )
     return kind(name=name, **values)
 
 

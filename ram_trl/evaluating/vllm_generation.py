@@ -41,6 +41,8 @@ class VllmGenerator:
     """
 
     batch_size = 1 << 40
+    # vLLM itself refuses what is longer than the model can read
+    max_length = None
 
     def __init__(self, directory: Path, dtype: str, num_gpus: int):
         from vllm import LLM
