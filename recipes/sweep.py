@@ -1,20 +1,24 @@
 """Evaluate many merges of the same agents, in the memory of one model, and keep the best as a file for merge.py.
 
+# every combination of some values
 accelerate launch recipes/sweep.py --registry registry --tasks tasks.yaml --grid grid.yaml --output_dir sweep
+
+# so many merges that Optuna proposes, each after looking at those before it
+accelerate launch recipes/sweep.py --registry registry --tasks tasks.yaml --search space.yaml --num_trials 50 \
+    --output_dir search
+
 accelerate launch recipes/merge.py --config sweep/best.yaml --output_dir merged
 
-grid.yaml has a list of values for each option that varies, and all combinations are evaluated:
+grid.yaml has a list of values for each option of the merge that varies; space.yaml may have ranges too:
 
-r: [0.0, 0.05, 0.1, 0.15, 0.2]
+r: {low: 0.0, high: 0.5}                      # or step: 0.05, or log: true
 agents: [[math, code], [math, code, tool]]
 
 The same command goes on where it was interrupted. Choose on other prompts than those that you report on.
 """
 
+import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import yaml
 
 from ram_trl.config import EvaluationConfig
 from ram_trl.errors import ConfigError
@@ -22,67 +26,89 @@ from ram_trl.options import parse_config
 from ram_trl.terminal import exit_on_error, progress_bar
 
 
+# Merges that a search tries if nobody says how many.
+NUM_TRIALS = 30
+
+
 @dataclass(kw_only=True)
 class SweepConfig(EvaluationConfig):
-    """Options of recipes/evaluate.py, and the grid."""
+    """Options of recipes/evaluate.py, and what is tried."""
 
-    grid: str = field(metadata={"help": "YAML file with a list of values for each option of the merge that varies."})
+    grid: str | None = field(
+        default=None, metadata={"help": "YAML file with a list of values for options of the merge: all are tried."}
+    )
+    search: str | None = field(
+        default=None,
+        metadata={"help": "YAML file with values or ranges for options of the merge: Optuna proposes what is tried."},
+    )
+    num_trials: int | None = field(
+        default=None,
+        metadata={"help": f"With --search: merges to try, those of earlier calls included. Default: {NUM_TRIALS}."},
+    )
 
     def __post_init__(self):
-        if self.method or self.merged:
-            raise ConfigError("a sweep evaluates what its --grid says: put the methods there, leave out --merged")
-
-
-def plot(content, merges, path):
-    """The mean of every merge with its interval, beside the base."""
-    from matplotlib.figure import Figure
-
-    rows = [content["rows"][name] for name in merges]
-    figure = Figure(figsize=(9, 1.2 + 0.32 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    for position, row in enumerate(rows):
-        mean, interval = row["mean"]["value"], row["mean"]["interval"]
-        if mean is not None:
-            error = [[mean - interval[0]], [interval[1] - mean]] if interval else None
-            axes.errorbar(mean, position, xerr=error, fmt="o", color="#0072B2", capsize=3)
-    axes.axvline(content["rows"]["base"]["mean"]["value"], color="#999999", linestyle="--", label="base")
-    axes.set_yticks(range(len(rows)), list(merges))
-    axes.invert_yaxis()
-    axes.set_xlabel("mean score over the tasks, with the 95 % interval")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper center")
-    figure.savefig(path, dpi=150)
+        if (self.grid is None) == (self.search is None):
+            raise ConfigError("name what to try, with --grid (all combinations) or with --search (Optuna proposes)")
+        for name in ("method", "r", "alpha", "epsilon", "weights", "method_options"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"--{name} is not for a sweep, which tries what its file says: put {name} there")
+        if self.merged:
+            raise ConfigError("--merged is for recipes/evaluate.py: a sweep merges in memory")
+        if self.num_trials is not None and self.search is None:
+            raise ConfigError("--num_trials is for --search: a grid is tried as a whole")
+        if self.search is not None:
+            self.num_trials = NUM_TRIALS if self.num_trials is None else self.num_trials
+            if self.num_trials < 1:
+                raise ConfigError(f"num_trials={self.num_trials} must be at least 1")
 
 
 def main() -> None:
     with exit_on_error(OSError, UnicodeError):
         config = parse_config(SweepConfig, description="Evaluate many merges, and keep the best.")
         # imported here: --help and mistakes in the options answer at once
-        from ram_trl.distributed import leave_world, start_world
-        from ram_trl.evaluating.evaluate import evaluate_models
-        from ram_trl.evaluating.sweep import best_configuration, format_sweep, markdown_sweep, read_grid, sweep_lines
-        from ram_trl.evaluating.tasks import read_tasks
-
         try:
             import matplotlib  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"a sweep ends with a picture: pip install 'ram_trl[analysis]' ({error})") from error
+            raise ConfigError(f"a sweep draws a picture: pip install 'ram_trl[sweep]' ({error})") from error
+        from ram_trl.distributed import leave_world, start_world
+        from ram_trl.evaluating.evaluate import Evaluator
+        from ram_trl.evaluating.tasks import read_tasks
+        from ram_trl.storage.registry import AgentRegistry
+        from ram_trl.sweeping.result import check_tasks
+        from ram_trl.sweeping.search import check_optuna
+        from ram_trl.sweeping.space_file import read_space
+        from ram_trl.sweeping.sweep import Sweep
 
-        world = start_world(cpu=config.cpu)
-        arguments = {**config.evaluation_arguments(), "merges": read_grid(config.grid)}
+        if config.search is not None:
+            check_optuna()
+        world, tasks, registry = start_world(cpu=config.cpu), read_tasks(config.tasks), AgentRegistry(config.registry)
+        check_tasks(tasks)
+        # the agents that there are now, on all ranks, whatever is registered meanwhile
+        space = world.run_on_main(lambda: read_space(config.grid or config.search).pinned(registry, config.agents))
+        arguments = {**config.evaluation_arguments(), "agents": space.agents}
+        del arguments["merges"]
         with progress_bar(unit=" completions") as progress:
-            content = evaluate_models(tasks=read_tasks(config.tasks), **arguments, world=world, progress=progress)
+            result = Sweep(
+                Evaluator(tasks=tasks, **arguments, world=world, progress=progress),
+                space,
+                config.output_dir,
+                registry=registry,
+                base_model=config.base_model,
+                num_trials=config.num_trials,
+                seed=config.seed,
+                world=world,
+            ).run()
+        if result.best is None:
+            problem = next(iter(result.failed.values()), "some task gave none of them a score")
+            raise ConfigError(f"none of the {len(result.trials)} merges could be evaluated: {problem}")
         if world.is_main:
-            merges, folder = arguments["merges"], Path(config.output_dir)
-            lines, best = sweep_lines(content, merges), best_configuration(content, merges)
-            agents = {"agents": config.agents} if config.agents else {}
-            (folder / "sweep.md").write_text(markdown_sweep(lines), encoding="utf-8")
-            (folder / "best.yaml").write_text(
-                yaml.safe_dump({"registry": config.registry, **agents, **merges[best]}, sort_keys=False)
-            )
-            plot(content, merges, folder / "sweep.png")
-            print(format_sweep(lines))
-            print(f"best (*): {best}; merge it with recipes/merge.py --config {folder / 'best.yaml'} --output_dir DIR")
+            print(result.text())
+            for name, problem in result.failed.items():
+                print(f"not evaluated: {name}: {problem}")
+            print(f"best (*) by the {result.measure}: {result.best}")
+            print(f"merge it with recipes/merge.py --config {config.output_dir}/best.yaml --output_dir DIR")
+        if result.failed and config.grid is not None:
+            sys.exit(3)
         leave_world()
 
 
