@@ -35,7 +35,9 @@ def summarise_cell(rows: Rows) -> dict[str, Any]:
     """
     [base] = [row["scores"] for row in rows if row.get("kind") == "base"]
     merged = [row for row in rows if row.get("kind") == "merge"]
-    density = {task: agent["density"] for row in merged for task, agent in row["agents"].items()}
+    # with another epsilon an agent has another density
+    at_defaults = [row for row in merged if row["method"] not in (SEARCHED, OURS_SEARCHED)]
+    density = {task: agent["density"] for row in at_defaults for task, agent in row["agents"].items()}
     agents = {}
     for row in rows:
         if row.get("kind") == "agent":

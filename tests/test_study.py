@@ -198,6 +198,10 @@ def cell(merged: float = 0.5) -> list[dict]:
         row("ram_plus", [0.6, 0.1, 0.1], "abc"),
         row("average", [0.3, 0.3, 0.1], "ab"),
         row("average", [0.2, 0.2, 0.1], "abc"),
+        {
+            **row("ram_plus, best epsilon", [0.2, 0.2, 0.1], "abc"),
+            "agents": {task: {"density": 0.0} for task in "abc"},
+        },
     ]
 
 
