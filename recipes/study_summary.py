@@ -132,7 +132,7 @@ def summarise_regime(cells: dict[int, dict[str, Any]], methods: list[str]) -> di
         merges[method] = {key: {} for key in ("retained", "own", "all")}
         for key, columns in merges[method].items():
             for number in numbers:
-                by_seed = {seed: sizes[number][key] for seed, sizes in found.items() if key in sizes[number]}
+                by_seed = {seed: sizes[number][key] for seed, sizes in found.items() if key in sizes.get(number, {})}
                 if by_seed:
                     columns[number] = over_seeds([*by_seed.values()])
                 if by_seed and key == "retained":
