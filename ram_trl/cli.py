@@ -91,14 +91,20 @@ def _isolate(arguments: argparse.Namespace) -> None:
 
     registry = AgentRegistry(arguments.registry)
     agent = registry.get(arguments.agent)
-    others = arguments.others
-    if others is None:
-        others = [str(other) for other in registry if other.name != agent.name]
+    if arguments.others is None:
+        others = [other for other in registry if other.name != agent.name and _same_base(agent, other)]
+    else:
+        others = [registry.get(spec) for spec in arguments.others]
+    for other in others:
+        if str(other) == str(agent):
+            raise ConfigError(f"--others names agent {agent} itself, whose changes are all its own: leave it out")
+        if not _same_base(agent, other):
+            raise ConfigError(f"agent {other} has another base model than {agent}: leave it out of --others")
     with progress_bar() as progress:
         report = merge_agents(
             registry,
             arguments.output_dir,
-            agents=[str(agent), *others],
+            agents=[str(agent), *dict.fromkeys(map(str, others))],
             method="isolate",
             method_options={"scaling": arguments.scaling},
             epsilon=arguments.epsilon,
@@ -108,6 +114,10 @@ def _isolate(arguments: argparse.Namespace) -> None:
         )
     unique = report["agents"][0]["unique"]
     print(f"what {agent} alone changed ({unique:,} parameters) over its base, in {arguments.output_dir}")
+
+
+def _same_base(agent: Any, other: Any) -> bool:
+    return agent.manifest.base_model.digest == other.manifest.base_model.digest
 
 
 def _analyze(arguments: argparse.Namespace) -> None:
@@ -284,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
     restore = add("restore", _restore, "Write an agent as a normal model directory.", agent=one)
     isolate = add("isolate", _isolate, "Write the base with what one agent alone changed, as a model.", agent=one)
     isolate.add_argument(
-        "--others", nargs="*", help="Agents that say what is unique. Default: the latest version of every other."
+        "--others", nargs="*", help="Agents that say what is unique. Default: the latest of every other of its base."
     )
     isolate.add_argument("--scaling", type=float, default=1.0, help="Factor; 1/N dilutes it as an average does.")
     for sub in (isolate, analyze):

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arithmetic.defaults import DEFAULT_EPSILON
+from .arithmetic.defaults import DEFAULT_EPSILON, RESCALING
 from .errors import ConfigError
 from .options import load_function
 
@@ -47,7 +47,7 @@ class MergeConfig:
         },
     )
     method_options: dict[str, float] | None = field(
-        default=None, metadata={"help": "Options of the method, like density=0.1 scaling=0.5. Default: its paper's."}
+        default=None, metadata={"help": "Options of the method, like density=0.1 scaling=0.5 (docs/METHODS.md)."}
     )
     preset: str | None = field(
         default=None, metadata={"help": "official: r and alpha as in the authors' release (r=0.2, alpha=1.0)."}
@@ -72,7 +72,10 @@ class MergeConfig:
     )
     max_shard_size: str = field(default="5GB", metadata={"help": "Largest size of a weight file."})
     probe_only: bool = field(default=False, metadata={"help": "Count overlaps and print the report; write nothing."})
-    cpu: bool = field(default=False, metadata={"help": "With --engine eager: on the CPU even if there is a GPU."})
+    cpu: bool = field(
+        default=False,
+        metadata={"help": "Where torch merges (--engine eager, most methods): on the CPU even if there is a GPU."},
+    )
     eval: str | None = field(
         default=None, metadata={"help": "YAML file of tasks to evaluate the merged model on (docs/EVALUATION.md)."}
     )
@@ -95,6 +98,10 @@ class MergeConfig:
             raise ConfigError("--eval with --merge_to needs --eval_output_dir, a directory for the results")
         if self.eval_output_dir is not None and self.eval is None:
             raise ConfigError("--eval_output_dir is for --eval: name a YAML file of tasks")
+        if self.method not in RESCALING:
+            if given := [name for name in ("preset", *_DEFAULTS) if getattr(self, name) is not None]:
+                raise ConfigError(f"method={self.method} has no {given[0]}, which is for {', '.join(RESCALING)}")
+            return
         for name, value in {**_DEFAULTS, **PRESETS.get(self.preset, {})}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -104,6 +111,8 @@ class MergeConfig:
         arguments = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for option in ("preset", "probe_only", "cpu", "merge_to", "gate", "eval", "eval_output_dir"):
             del arguments[option]
+        if self.method not in RESCALING:
+            del arguments["r"], arguments["alpha"]
         for option in ("weights", "method_options"):
             arguments[option] = arguments[option] or {}
         if self.probe_only:
@@ -154,7 +163,9 @@ class EvaluationConfig:
         default=None,
         metadata={"help": "Agents to evaluate and to merge, NAME or NAME@v2. Default: the latest of every agent."},
     )
-    merged: list[str] | None = field(default=None, metadata={"help": "Directories of merged models to evaluate."})
+    merged: list[str] | None = field(
+        default=None, metadata={"help": "Directories of merged models to evaluate, DIR or NAME=DIR."}
+    )
     method: list[str] | None = field(
         default=None,
         metadata={"help": "Methods to merge the agents with in memory, a row each, like ram_plus average."},

@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 from torch import Tensor
 
-from .arithmetic.codec import TILE_NUMEL, EncodedLayer, Layer, apply_layer, is_finite
+from .arithmetic.codec import TILE_NUMEL, EncodedLayer, Layer, apply_layers, is_finite, unpack_layers
 from .arithmetic.defaults import DEFAULT_EPSILON
 from .arithmetic.lora import LoraFactors, lora_delta, visible_delta
 from .arithmetic.masks import decode_mask, pack_bits
@@ -111,14 +111,15 @@ class TaskVector:
                 Changes of at most this size may be left out.
 
         Returns:
-            [`~ram_trl.arithmetic.ram.TileUpdate`], on the CPU, or `None` if nothing is changed in the tile.
+            [`~ram_trl.arithmetic.ram.TileUpdate`], on the CPU, valid until this thread asks for the agent's next tile,
+            or `None` if nothing is changed in the tile.
         """
         raise NotImplementedError
 
     def packed_update(
         self, position: int, name: str, start: int, base: Tensor, epsilon: float
     ) -> PackedUpdate | TileUpdate | None:
-        """What [`update`] gives, as it is stored if that suffices for changes above `epsilon`."""
+        """What [`update`] gives, as it is stored if the compiled loops can read that."""
         return self.update(position, name, start, base, epsilon)
 
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor | None:
@@ -163,42 +164,33 @@ class FullTaskVector(TaskVector):
         return decode_mask(data, numel) if data else None
 
     def update(self, position: int, name: str, start: int, base: Tensor, epsilon: float = 0.0) -> TileUpdate | None:
-        parts = (_Part.LARGE_MASK,) if self._suffices_large(name, epsilon) else (_Part.LARGE_MASK, _Part.SMALL_MASK)
-        stored = self._values(name, start, base, parts)
-        if stored is None:
+        layers = self._layers(name, start, base.numel(), epsilon)
+        if not layers:
             return None
-        value = stored.float()
-        return TileUpdate(position, value, value - base.float())
+        return TileUpdate(position, *unpack_layers(base, layers, self._dtypes[name], self._scratch))
 
     def packed_update(
         self, position: int, name: str, start: int, base: Tensor, epsilon: float
     ) -> PackedUpdate | TileUpdate | None:
-        if not self._suffices_large(name, epsilon):
+        if self._dtypes[name].itemsize != 2:
             return self.update(position, name, start, base, epsilon)
-        layer = self._layer(name, start, base.numel(), _Part.LARGE_MASK)
-        return PackedUpdate(position, layer) if layer else None
+        layers = self._layers(name, start, base.numel(), epsilon)
+        return PackedUpdate(position, layers) if layers else None
 
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor | None:
-        return self._values(name, start, base, (_Part.LARGE_MASK, _Part.SMALL_MASK))
+        layers = self._layers(name, start, base.numel(), 0.0)
+        return apply_layers(base, layers, self._dtypes[name]) if layers else None
 
-    def _suffices_large(self, name: str, epsilon: float) -> bool:
-        """Whether the layer of large changes is all that a merge with this epsilon looks at."""
-        return epsilon >= DEFAULT_EPSILON and self._dtypes[name].itemsize == 2
+    def _layers(self, name: str, start: int, numel: int, epsilon: float) -> list[Layer]:
+        """The layers that are not empty, valid until this thread reads the next tile.
 
-    def _values(self, name: str, start: int, base: Tensor, masks: tuple[_Part, ...]) -> Tensor | None:
-        """The base's values with some layers applied; `None` if all of them are empty."""
-        values = None
-        for part in masks:
-            layer = self._layer(name, start, base.numel(), part)
-            if layer is not None:
-                # a copy, in which the layers are added one after the other
-                values = base.to(self._dtypes[name], copy=True) if values is None else values
-                apply_layer(values, layer)
-        return values
-
-    def _layer(self, name: str, start: int, numel: int, mask: _Part) -> Layer | None:
-        encoded = EncodedLayer(*self._read(name, start, mask, _Part(mask + 1)))
-        return encoded.decode(numel, self._dtypes[name].itemsize) if encoded.mask else None
+        That of the small changes is left out where a merge with this epsilon does not look at it.
+        """
+        itemsize = self._dtypes[name].itemsize
+        last = _Part.LARGE_CODES if epsilon >= DEFAULT_EPSILON and itemsize == 2 else _Part.SMALL_CODES
+        parts = self._read(name, start, _Part.LARGE_MASK, last)
+        encoded = [EncodedLayer(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        return [layer.decode(numel, itemsize) for layer in encoded if layer.mask]
 
     def _read(self, name: str, start: int, first: _Part, last: _Part) -> list[memoryview]:
         """Some successive parts of a tile, valid until this thread reads the next."""

@@ -2,14 +2,14 @@
 
 accelerate launch recipes/fisher.py --registry registry --agent math --dataset math.jsonl
 
-The dataset is a local JSON, JSON lines or Parquet file with columns `prompt` and `completion` (the completion counts)
-or `text`: examples of what the agent should do, best its own good answers. Every process holds the model in float32
-with its gradients and a sum of their size: 12 bytes a parameter.
+The dataset is a local JSON, JSON lines or Parquet file with columns `prompt` and `completion` (the completion counts;
+text, or messages as TRL has them) or `text`: examples of what the agent should do, best its own good answers. It is
+the empirical Fisher information, that of the examples' own labels. Every process holds the model in float32 with its
+gradients and a sum of their size: 12 bytes a parameter.
 """
 
 from dataclasses import dataclass, field
 
-from ram_trl.errors import ConfigError
 from ram_trl.options import parse_config
 from ram_trl.terminal import exit_on_error
 
@@ -29,30 +29,6 @@ class FisherConfig:
     cpu: bool = field(default=False, metadata={"help": "On the CPU even if there is a GPU."})
 
 
-def read_examples(config, tokenizer):
-    """Token ids and labels of the first examples."""
-    from datasets import load_dataset
-
-    from ram_trl.evaluating.fisher import IGNORED
-
-    kind = "parquet" if config.dataset.endswith(".parquet") else "json"
-    rows = load_dataset(kind, data_files=config.dataset, split="train")
-    is_pair = {"prompt", "completion"} <= set(rows.column_names)
-    if not is_pair and "text" not in rows.column_names:
-        raise ConfigError(f"{config.dataset} has columns {rows.column_names}, not prompt and completion, nor text")
-    examples = []
-    for row in rows.select(range(min(config.num_examples, len(rows)))):
-        prompt = tokenizer(row["prompt"])["input_ids"] if is_pair else []
-        answer = tokenizer(row["completion" if is_pair else "text"], add_special_tokens=not is_pair)["input_ids"]
-        tokens, labels = prompt + answer, [IGNORED] * len(prompt) + answer
-        # the first token is not predicted from anything
-        if any(label != IGNORED for label in labels[1 : config.max_length]):
-            examples.append((tokens[: config.max_length], labels[: config.max_length]))
-    if not examples:
-        raise ConfigError(f"{config.dataset} has no example with a token to predict")
-    return examples
-
-
 def main() -> None:
     with exit_on_error(OSError, UnicodeError):
         config = parse_config(FisherConfig, description="Estimate the Fisher information of a registered agent.")
@@ -61,7 +37,7 @@ def main() -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from ram_trl.distributed import current_world, leave_world
-        from ram_trl.evaluating.fisher import estimate_fisher
+        from ram_trl.evaluating.fisher import estimate_fisher, read_examples
         from ram_trl.storage.base_model import open_recorded_base
         from ram_trl.storage.registry import AgentRegistry
 
@@ -71,7 +47,8 @@ def main() -> None:
         def prepare():
             agent = registry.get(config.agent)
             base = open_recorded_base(agent, config.base_model).path
-            examples = read_examples(config, AutoTokenizer.from_pretrained(base))
+            tokenizer = AutoTokenizer.from_pretrained(base)
+            examples = read_examples(config.dataset, tokenizer, config.num_examples, config.max_length)
             return agent, examples, AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
         agent, examples, model = world.run(prepare)

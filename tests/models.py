@@ -28,13 +28,14 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}:{{ messag
 
 _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 _GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-# The wide ones have embeddings longer than one tile of 2**19 elements; 48 columns do not divide a tile.
+# The wide ones have embeddings longer than one tile of 2**19 elements; 48 columns do not divide a tile. The linear
+# layers of one have several panels, those of another several tiles and blocks.
 CONFIGS = {
     "qwen2_tied": lambda: Qwen2Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, tie_word_embeddings=True, **_SMALL
     ),
     "qwen2_wide": lambda: Qwen2Config(
-        vocab_size=17000, hidden_size=32, intermediate_size=64, tie_word_embeddings=True, **_SMALL
+        vocab_size=17000, hidden_size=32, intermediate_size=600, tie_word_embeddings=True, **_SMALL
     ),
     "qwen2_untied": lambda: Qwen2Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, tie_word_embeddings=False, **_SMALL
@@ -44,6 +45,13 @@ CONFIGS = {
     ),
     "llama_wide": lambda: LlamaConfig(
         vocab_size=11200, hidden_size=48, intermediate_size=64, tie_word_embeddings=False, **_SMALL
+    ),
+    "llama_tall": lambda: LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=33_000,
+        tie_word_embeddings=False,
+        **{**_SMALL, "num_hidden_layers": 1},
     ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         vocab_size=64,

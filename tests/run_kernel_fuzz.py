@@ -60,12 +60,15 @@ class Fuzz:
         agents = []
         for _ in range(self.rng.randrange(5)):
             is_packed = base != FLOAT32 and self.rng.random() < 0.6
-            mask = self.mask(numel)
-            parts = (mask, self.codes(mask)) if is_packed else (self.rng.randbytes(4 * numel) for _ in range(2))
-            agents.append((is_packed, *map(self.buffer, parts), self.number(), self.number()))
+            layers = [(mask, self.codes(mask)) for mask in (self.mask(numel), self.mask(numel))]
+            parts = layers[0] if is_packed else (self.rng.randbytes(4 * numel) for _ in range(2))
+            second = layers[1] if is_packed and self.rng.random() < 0.5 else ()
+            numbers = self.number(), self.number()
+            agents.append((is_packed, *map(self.buffer, parts), *numbers, *map(self.buffer, second)))
         tile = self.buffer(self.rng.randbytes(numel * (4 if base == FLOAT32 else 2)))
         key = self.rng.choice([None, 0, -1, self.rng.getrandbits(70)])
-        return [self.room(numel * (4 if out == FLOAT32 else 2)), out, tile, base, agents, self.number(), key]
+        merged, is_sum = self.room(numel * (4 if out == FLOAT32 else 2)), self.rng.random() < 0.5
+        return [merged, out, tile, base, agents, self.number(), key, is_sum]
 
     def encode(self):
         numel = self.length()
@@ -92,6 +95,27 @@ class Fuzz:
         gaps = bytes(self.rng.choice([0, 1, 30, 254, 255]) for _ in range(self.rng.randrange(300)))
         return [self.buffer(gaps), self.room(self.rng.choice([8000, self.length()]))]
 
+    def update(self):
+        numel = self.length()
+        layers = [(mask, self.codes(mask)) for mask in (self.mask(numel), self.mask(numel))]
+        chosen = layers[: self.rng.randrange(1, 3)]
+        rooms = self.room(4 * numel), self.room(4 * numel)
+        base = self.buffer(self.rng.randbytes(2 * numel))
+        return [base, self.rng.randrange(2), *rooms, *(self.buffer(part) for layer in chosen for part in layer)]
+
+    def magnitudes(self):
+        numel = self.length()
+        deltas = [self.buffer(self.rng.randbytes(4 * numel)) for _ in range(self.rng.randrange(5))]
+        agents = [(delta, self.buffer(self.rng.randbytes(numel))) for delta in deltas]
+        return [self.buffer(self.rng.randbytes(4 * numel)), agents]
+
+    def uniform(self):
+        return [self.room(4 * self.length()), self.rng.choice([0, -1, self.rng.getrandbits(70)])]
+
+    def histogram(self):
+        values = self.buffer(self.rng.randbytes(4 * self.length()))
+        return [values, self.rng.choice([-1, 0, 0x3C00, 0x7FFF, 2**31 - 1]), self.room(8 * 65536)]
+
     def mutate(self, arguments):
         """Something else in one place, at any depth."""
         at = self.rng.randrange(len(arguments))
@@ -115,7 +139,9 @@ class Fuzz:
 
 def main(path, seed, calls):
     kernels, fuzz = load(path), Fuzz(seed)
-    done = dict.fromkeys(["merge", "encode", "apply", "count", "pack_gaps", "unpack_gaps"], 0)
+    names = ["merge", "encode", "apply", "count", "pack_gaps", "unpack_gaps"]
+    names += ["update", "magnitudes", "uniform", "histogram"]
+    done = dict.fromkeys(names, 0)
     refused = dict(done)
     for _ in range(calls):
         name = fuzz.rng.choice(list(done))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import read_model
-from safetensors.torch import load_file
+from models import change_tensor, copy_model, read_model, tokenizer
+from safetensors.torch import load_file, save_file
 from test_merge import full_delta, lora_delta, merged
 from tiles import context_of
 from training import run_shell
@@ -19,7 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ram_trl import AgentRegistry, merge_agents, register_agent, restore_agent
 from ram_trl.arithmetic.methods import METHODS
 from ram_trl.arithmetic.ram import TileUpdate
-from ram_trl.errors import ConfigError, CorruptedFileError
+from ram_trl.distributed import SINGLE
+from ram_trl.errors import ConfigError, CorruptedFileError, NonFiniteError
+from ram_trl.evaluating.fisher import IGNORED, estimate_fisher, read_examples
+from ram_trl.merging.plan import MergeSettings, plan_merge
+from ram_trl.storage.fisher import FisherManifest, FisherStore
 
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "fisher.py"
@@ -75,9 +79,9 @@ def slow_fisher(directory, examples):
 
 
 def test_the_recipe_estimates_the_mean_of_squared_gradients(zoo, folder, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(zoo.base("qwen2_tied"))
-    ids = {row["prompt"]: tokenizer(row["prompt"])["input_ids"] for row in ROWS}
-    answers = [(ids[row["prompt"]], tokenizer(row["completion"])["input_ids"]) for row in ROWS[:4]]
+    own = AutoTokenizer.from_pretrained(zoo.base("qwen2_tied"))
+    ids = {row["prompt"]: own(row["prompt"])["input_ids"] for row in ROWS}
+    answers = [(ids[row["prompt"]], own(row["completion"])["input_ids"]) for row in ROWS[:4]]
     texts = [([], ids[row["prompt"]]) for row in ROWS[:4]]
     for agent, examples in (("full", answers), ("lora", texts)):
         restore_agent(str(folder / "registry"), agent, str(tmp_path / agent))
@@ -119,16 +123,126 @@ def test_an_agent_without_fisher_information_is_refused_with_the_command(zoo, fo
     data = bytearray(stored.read_bytes())
     data[-1] ^= 1
     stored.write_bytes(data)
-    with pytest.raises(
-        CorruptedFileError, match=r"the Fisher of agent full@v1: .* is not the file .*recipes/fisher.py"
-    ):
-        merge_agents(str(registry), str(tmp_path / "out"), agents=["full@v1", "lora"], method="fisher")
+    agents, damaged = ["full@v1", "lora"], r"the Fisher of agent full@v1: .* is not the file .*recipes/fisher.py"
+    # not by all ranks for themselves, before anything is shown
+    plan_merge(AgentRegistry(registry), agents, MergeSettings(method="fisher")).close()
+    shown = []
+    with pytest.raises(CorruptedFileError, match=damaged):
+        merge_agents(
+            str(registry), str(tmp_path / "out"), agents=agents, method="fisher", progress=lambda *of: shown.append(of)
+        )
+    folders = [registry / place / name / "v000001" for place in ("agents", "fisher") for name in ("full", "lora")]
+    sizes = [file.stat().st_size for folder in folders for file in folder.iterdir() if file.name != "manifest.json"]
+    assert shown and {(stage, total) for stage, _, total in shown} == {("check", sum(sizes))}
+    stored.write_bytes(data[:5])
+    with pytest.raises(CorruptedFileError, match=r"the Fisher of agent full@v1: .*recipes/fisher.py"):
+        merge_agents(str(registry), str(tmp_path / "out"), agents=agents, method="fisher")
     (stored.parent / "manifest.json").write_text("{}")
     with pytest.raises(CorruptedFileError, match="is damaged"):
         merge_agents(str(registry), str(tmp_path / "out"), agents=["full@v1", "lora"], method="fisher")
     # the agent itself is untouched
     agent.verify()
     assert not (tmp_path / "out").exists()
+
+
+def test_an_agents_fisher_information_is_removed_with_it(folder, tmp_path):
+    registry = AgentRegistry(shutil.copytree(folder / "registry", tmp_path / "registry"))
+    assert registry.remove("full@v1") == ["full@v1"]
+    assert [str(file.relative_to(registry.path)) for file in registry.path.rglob("*.safetensors")] == [
+        "agents/lora/v000001/adapter_model.safetensors",
+        "fisher/lora/v000001/fisher.safetensors",
+    ]
+    registry.remove("lora")
+    assert not list(registry.path.rglob("*.safetensors"))
+
+
+def test_what_is_not_finite_is_neither_stored_nor_merged(zoo, folder, tmp_path):
+    base = zoo.base("qwen2_untied")
+    diverged = copy_model(base, tmp_path / "diverged")
+    # finite, but the squares of its gradients are not
+    change_tensor(diverged, "model.norm.weight", lambda tensor: torch.full_like(tensor, 3e38))
+    registry = AgentRegistry(tmp_path / "registry")
+    agent = register_agent(registry, "diverged", str(diverged), base_model=str(base))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with pytest.raises(NonFiniteError, match="the Fisher of agent diverged@v1 over 1 examples has NaN or infinity in"):
+        estimate_fisher(
+            registry, agent, model, [([5, 6], [5, 6])], base_model=None, world=SINGLE, add_up=lambda values: values
+        )
+    assert not (registry.path / "fisher").exists()
+
+    registry = AgentRegistry(shutil.copytree(folder / "registry", tmp_path / "copy"))
+    agent = registry.get("full")
+    store, path = FisherStore(registry), FisherStore(registry).directory(agent)
+    values = load_file(path / "fisher.safetensors")
+    values["model.embed_tokens.weight"][3, 3] = torch.nan
+    shutil.rmtree(path)
+    with store.stage(agent) as staged:
+        save_file(values, staged / "fisher.safetensors")
+        record = {"examples": 4, "created": "", "ram_trl_version": ""}
+        digest = agent.manifest.to_dict()["digest"]
+        store.commit(staged, agent, FisherManifest(agent=str(agent), agent_digest=digest, **record))
+    message = f"the Fisher of agent full@v1 has NaN or infinity in 'model.embed_tokens.weight': remove {path}"
+    with pytest.raises(NonFiniteError, match=message):
+        merge_agents(registry, str(tmp_path / "out"), method="fisher")
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
+def test_examples_are_read_from_files_of_every_kind(tmp_path, suffix):
+    from datasets import Dataset
+
+    data, path = Dataset.from_list(ROWS), str(tmp_path / f"data{suffix}")
+    (data.to_parquet if suffix == ".parquet" else data.to_json)(path)
+    one = tokenizer()
+    examples = read_examples(path, one, 2, 100)
+    for row, (tokens, labels) in zip(ROWS, examples, strict=False):
+        prompt, answer = (one(row[column])["input_ids"] for column in ("prompt", "completion"))
+        assert (tokens, labels) == (prompt + answer, [IGNORED] * len(prompt) + answer)
+    assert len(examples) == 2
+
+
+def test_messages_go_through_the_chat_template(tmp_path):
+    row = {
+        "prompt": [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}],
+        "completion": [{"role": "assistant", "content": "2."}],
+    }
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    one = tokenizer()
+    whole = one.apply_chat_template(row["prompt"] + row["completion"], tokenize=False)
+    assert whole == "s:add=u:1+1==a:2.="
+    [(tokens, labels)] = read_examples(str(tmp_path / "chat.jsonl"), one, 9, 100)
+    assert one.decode(tokens) == whole
+    assert one.decode([label for label in labels if label != IGNORED]) == "a:2.="
+    # what the template writes before an answer is no part of it
+    one.chat_template += "{% if add_generation_prompt %}a:{% endif %}"
+    [(tokens, labels)] = read_examples(str(tmp_path / "chat.jsonl"), one, 9, 100)
+    assert one.decode([label for label in labels if label != IGNORED]) == "2.="
+    one.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(ConfigError, match=r"row 1 of .*chat.jsonl does not fit the chat template.*no system"):
+        read_examples(str(tmp_path / "chat.jsonl"), one, 9, 100)
+    one.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template: give text"):
+        read_examples(str(tmp_path / "chat.jsonl"), one, 9, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.csv", "prompt,completion\n1+1=,2", "data.csv is none of .json, .jsonl, .parquet"),
+        ("data.jsonl", '{"text": "a"}\n{"text": \n', "data.jsonl cannot be read: "),
+        ("data.jsonl", '{"prompt": "1+1=", "completion": 2}\n', "row 1 of .*data.jsonl is not text, nor both"),
+        ("data.jsonl", '{"text": "a"}\n{"text": null}\n', "row 2 of .*data.jsonl is not text: None"),
+        ("data.jsonl", '{"prompt": "a", "completion": null}\n', "row 1 of .* is not text, nor both messages"),
+        (
+            "data.jsonl",
+            '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}\n',
+            "row 1 of .* is not text, nor both messages: give both columns in one form",
+        ),
+    ],
+)
+def test_data_that_holds_no_examples_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_examples(str(tmp_path / name), tokenizer(), 9, 100)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +254,7 @@ def test_an_agent_without_fisher_information_is_refused_with_the_command(zoo, fo
         ),
         ("--agent none --dataset data.jsonl", "no agent 'none' in"),
         ("--agent full --dataset columns.jsonl", "columns.jsonl has columns ['question'], not prompt and completion"),
+        ("--agent full --dataset nothing.jsonl", "nothing.jsonl cannot be read: FileNotFoundError"),
         ("--agent full", "no --dataset was given"),
     ],
 )

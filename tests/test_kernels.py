@@ -9,11 +9,13 @@ from tiles import DTYPES, ENGINES, HALVES, all_patterns, bits, computed_by, rand
 
 from ram_trl import AgentRegistry, merge_agents, register_agent
 from ram_trl.arithmetic import kernels
-from ram_trl.arithmetic.codec import DEFAULT_EPSILON, TILE_NUMEL, apply_layer, encode_tile
+from ram_trl.arithmetic.codec import DEFAULT_EPSILON, TILE_NUMEL, apply_layer, encode_tile, unpack_layers
 from ram_trl.arithmetic.masks import decode_mask, encode_mask, pack_bits
-from ram_trl.arithmetic.ram import OverlapCounts, TileUpdate, count_overlaps
+from ram_trl.arithmetic.ram import OverlapCounts, TileUpdate, count_overlaps, set_mask, unique_magnitudes
 from ram_trl.arithmetic.rounding import uniform
+from ram_trl.arithmetic.selection import BUCKETS, count_lower, count_upper
 from ram_trl.arithmetic.tile import Finiteness, PackedUpdate, TileMerge, merge_tile_compiled, merge_tile_eager
+from ram_trl.threads import Scratch
 
 
 if kernels.compiled is None:
@@ -64,6 +66,38 @@ def test_tiles_are_encoded_and_applied_as_by_torch(level, dtype):
             assert torch.equal(bits(values), bits(expected))
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_updates_are_those_of_torch(level, dtype):
+    for base, agent in tiles(dtype):
+        encoded = encode_tile(base, agent)
+        layers = [layer.decode(len(base), base.itemsize) for layer in (encoded.large, encoded.small) if layer.mask]
+        for some in [layers, layers[:1]]:
+            if some:
+                found = unpack_layers(base, some, dtype, Scratch())
+                with computed_by("torch"):
+                    expected = unpack_layers(base, some, dtype, Scratch())
+                for one, other in zip(found, expected, strict=True):
+                    # of NaN any will do
+                    assert torch.equal(bits(one)[~other.isnan()], bits(other)[~other.isnan()])
+                    assert torch.equal(one.isnan(), other.isnan())
+
+
+@pytest.mark.parametrize("num_agents", [1, 2, 7])
+def test_magnitudes_of_unique_changes_are_those_of_torch(level, num_agents):
+    for numel in [*SIZES, 5000]:
+        generator = torch.Generator().manual_seed(numel)
+        base, written = (torch.randn(numel, generator=generator) for _ in range(2))
+        updates = []
+        for position in range(num_agents):
+            delta = torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < 0.4)
+            updates.append(set_mask(TileUpdate(position, delta, delta), 0.5))
+        found = unique_magnitudes(base, written.bfloat16(), updates)
+        with computed_by("torch"):
+            expected = unique_magnitudes(base, written.bfloat16(), updates)
+        for pair, expected_pair in zip(found, expected, strict=True):
+            assert pair == pytest.approx(expected_pair, rel=1e-5, abs=1e-4)
+
+
 def test_gaps_are_those_of_numpy(level):
     rng = np.random.default_rng(0)
     for numel, density in itertools.product([*SIZES, 5000], (0.0005, 0.004, 0.05, 0.16)):
@@ -100,7 +134,15 @@ def make_base(generator, numel, dtype):
     return base
 
 
-def make_update(generator, position, base, kind, epsilon):
+def packed_update(position, base, agent, ignored):
+    """An agent as it is stored, with its small changes unless they are ignored."""
+    encoded = encode_tile(base, agent)
+    stored = [encoded.large] if ignored >= DEFAULT_EPSILON else [encoded.large, encoded.small]
+    layers = [layer.decode(len(base), base.itemsize) for layer in stored if layer.mask]
+    return PackedUpdate(position, layers) if layers else None
+
+
+def make_update(generator, position, base, kind, epsilon, ignored):
     """One agent, for torch and for the compiled loops: as it is stored, as values, or as deltas of an adapter."""
     numel = len(base)
     moved = torch.rand(numel, generator=generator) < 0.6
@@ -115,9 +157,7 @@ def make_update(generator, position, base, kind, epsilon):
         value = stored.float()
         delta = value - base.float()
         if kind == "packed":
-            large = encode_tile(base, stored).large
-            packed = PackedUpdate(position, large.decode(numel, base.itemsize)) if large.mask else None
-            return TileUpdate(position, value, delta), packed
+            return TileUpdate(position, value, delta), packed_update(position, base, stored, ignored)
     return TileUpdate(position, value, delta), TileUpdate(position, value.clone(), delta.clone())
 
 
@@ -143,8 +183,13 @@ def assert_same(base, expected, result):
             assert pair == pytest.approx(expected_pair, rel=1e-5, abs=tolerance)
 
 
+# Numbers of merges of RAM+ and of a sum, with all thresholds and gains.
+MANY = range(36)
+FEW = [*range(12), *range(18, 30)]
+
+
 def merges(rounding, numbers):
-    """Thresholds, gains and weights in turn; a third of the merges are without gains."""
+    """Methods, thresholds, gains and weights in turn; a third of the merges are without gains."""
     for number in numbers:
         generator = torch.Generator().manual_seed(number)
         num_agents = 1 + number % 8
@@ -154,21 +199,21 @@ def merges(rounding, numbers):
         if number % 3 == 2:
             weights = (0.25 + torch.rand(num_agents, generator=generator) * 3).tolist()
         merge = TileMerge(
-            method="ram_plus",
+            method="ram_plus" if number < 18 else "task_arithmetic",
             epsilon=(0.0, DEFAULT_EPSILON, 1e-3)[number // 3 % 3],
             factors=factors,
             weights=weights,
             rounding=rounding,
             seed=number * 7919 - 50,
             device=torch.device("cpu"),
+            options={"scaling": 0.7 if number % 3 else 1.0},
         )
         yield generator, num_agents, merge
 
 
-def kinds_for(base, merge):
-    """Which updates there are: float32 and changes below the stored threshold come as values."""
-    packed = base.itemsize == 2 and merge.epsilon >= DEFAULT_EPSILON
-    return ["packed", "values", "adapter", "packed"] if packed else ["values", "adapter"]
+def kinds_for(base):
+    """Which updates there are: float32 comes as values."""
+    return ["packed", "values", "adapter", "packed"] if base.itemsize == 2 else ["values", "adapter"]
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -176,10 +221,10 @@ def kinds_for(base, merge):
 @pytest.mark.parametrize("base_dtype", DTYPES)
 def test_tiles_are_merged_as_by_torch(level, base_dtype, out_dtype, rounding):
     finite = []
-    for number, (generator, num_agents, merge) in enumerate(merges(rounding, range(36))):
+    for number, (generator, num_agents, merge) in enumerate(merges(rounding, MANY)):
         base = make_base(generator, SIZES[number % len(SIZES)], base_dtype)
-        kinds = itertools.cycle(kinds_for(base, merge))
-        pairs = [make_update(generator, t, base, next(kinds), merge.epsilon) for t in range(num_agents)]
+        kinds = itertools.cycle(kinds_for(base))
+        pairs = [make_update(generator, t, base, next(kinds), merge.epsilon, merge.ignored) for t in range(num_agents)]
         if any(packed is not None for _, packed in pairs):
             expected, result = both(base, pairs, merge, out_dtype, start=number << 3 * number % 41)
             assert_same(base, expected, result)
@@ -189,12 +234,13 @@ def test_tiles_are_merged_as_by_torch(level, base_dtype, out_dtype, rounding):
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_tiles_are_merged_as_by_torch(level, dtype, rounding):
-    # number 5 has gains, weights and the default threshold
-    generator, num_agents, merge = next(merges(rounding, [5]))
+@pytest.mark.parametrize("number", [5, 23])
+def test_whole_tiles_are_merged_as_by_torch(level, number, dtype, rounding):
+    # both have gains, weights and the default threshold
+    generator, num_agents, merge = next(merges(rounding, [number]))
     base = make_base(generator, TILE_NUMEL, dtype)
-    kinds = itertools.cycle(kinds_for(base, merge))
-    pairs = [make_update(generator, t, base, next(kinds), merge.epsilon) for t in range(num_agents)]
+    kinds = itertools.cycle(kinds_for(base))
+    pairs = [make_update(generator, t, base, next(kinds), merge.epsilon, merge.ignored) for t in range(num_agents)]
     assert_same(base, *both(base, pairs, merge, dtype, start=3 * TILE_NUMEL))
 
 
@@ -202,7 +248,7 @@ def test_whole_tiles_are_merged_as_by_torch(level, dtype, rounding):
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("base_dtype", DTYPES)
 def test_any_finite_numbers_are_merged_as_by_torch(level, base_dtype, out_dtype, rounding):
-    for number, (_, num_agents, merge) in enumerate(merges(rounding, range(12))):
+    for number, (_, num_agents, merge) in enumerate(merges(rounding, FEW)):
         draws = [random_bits(100 * number + t, 1025, base_dtype) for t in range(num_agents + 1)]
         # no sum of these overflows float32, many overflow float16
         base, *agents = (torch.where(draw.float().abs() < 1e36, draw, 0.0).to(base_dtype) for draw in draws)
@@ -210,28 +256,27 @@ def test_any_finite_numbers_are_merged_as_by_torch(level, base_dtype, out_dtype,
         for position, agent in enumerate(agents):
             update = TileUpdate(position, agent.float(), agent.float() - base.float())
             packed = TileUpdate(position, update.value.clone(), update.delta.clone())
-            if base.itemsize == 2 and merge.epsilon >= DEFAULT_EPSILON:
-                packed = PackedUpdate(position, encode_tile(base, agent).large.decode(1025, base.itemsize))
+            if base.itemsize == 2:
+                packed = packed_update(position, base, agent, merge.ignored)
             pairs.append((update, packed))
         assert_same(base, *both(base, pairs, merge, out_dtype))
 
 
-def plain(num_agents=1, rounding="nearest", factor=1.0):
+def plain(num_agents=1, rounding="nearest", factor=1.0, method="ram"):
     ones = [1.0] * num_agents
     factors = [factor] * num_agents
     cpu = torch.device("cpu")
     return TileMerge(
-        method="ram", epsilon=DEFAULT_EPSILON, factors=factors, weights=ones, rounding=rounding, seed=0, device=cpu
+        method=method, epsilon=DEFAULT_EPSILON, factors=factors, weights=ones, rounding=rounding, seed=0, device=cpu
     )
 
 
-def updates_of(base, *agents):
+def updates_of(base, *agents, ignored=DEFAULT_EPSILON):
     """Stored agents for torch and for the compiled loops."""
     pairs = []
     for position, agent in enumerate(agents):
-        layer = encode_tile(base, agent).large.decode(len(base), base.itemsize)
         update = TileUpdate(position, agent.float(), agent.float() - base.float())
-        pairs.append((update, PackedUpdate(position, layer)))
+        pairs.append((update, packed_update(position, base, agent, ignored)))
     return pairs
 
 
@@ -276,7 +321,8 @@ def test_random_numbers_that_equal_the_probability_decide_as_in_torch(level):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_agents_that_are_not_finite_are_named(level, dtype, bad):
+@pytest.mark.parametrize("method", ["ram", "average"])
+def test_agents_that_are_not_finite_are_named(level, method, dtype, bad):
     base, good = trained(1, 1100, dtype, 1e-3)
     # in the mask of equation 1 a NaN is no change: it comes as values
     for position, kind in itertools.product((0, 1027, 1099), ("values", "packed")):
@@ -289,18 +335,19 @@ def test_agents_that_are_not_finite_are_named(level, dtype, bad):
         if kind == "packed":
             pairs = updates_of(base, *agents)
         compiled = [(TileUpdate(e.agent, e.value, e.delta.clone()), c) for e, c in pairs]
-        expected, result = both(base, compiled, plain(3), dtype)
+        expected, result = both(base, compiled, plain(3, method=method), dtype)
         assert expected[0].diverged == result[0].diverged == [1]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("out_dtype", DTYPES)
-def test_base_that_is_not_finite_is_told(level, out_dtype, bad):
+@pytest.mark.parametrize("method", ["ram", "average"])
+def test_base_that_is_not_finite_is_told(level, method, out_dtype, bad):
     base, agent = trained(1, 1100, torch.float32, 1e-3)
     base[1050] = bad
     delta = torch.where(torch.arange(1100) == 1050, 0.0, agent - base)
     pairs = [(TileUpdate(0, agent, delta), TileUpdate(0, agent.clone(), delta.clone()))]
-    _, (result, _) = both(base, pairs, plain(), out_dtype)
+    _, (result, _) = both(base, pairs, plain(method=method), out_dtype)
     assert result.finiteness is Finiteness.NOT_FINITE and result.diverged == []
 
 
@@ -323,12 +370,64 @@ def test_denormal_numbers_survive_where_the_processor_flushes_them():
     assert_same(base, expected, result)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [5, 23])
+def test_the_sums_are_the_same_bits_with_every_set_of_instructions(number, dtype):
+    generator, num_agents, merge = next(merges("nearest", [number]))
+    base = make_base(generator, 5000, dtype)
+    # packed updates alone have loops of their own on some processors
+    kind = "packed" if dtype in HALVES else "values"
+    updates = [make_update(generator, t, base, kind, merge.epsilon, merge.ignored)[1] for t in range(num_agents)]
+    sums = []
+    for name in LEVELS:
+        kernels.compiled.use_level(name)
+        out = torch.empty(len(base), dtype=dtype)
+        sums.append(merge_tile_compiled(base, updates, merge, "w", 0, out).magnitudes)
+    assert all(min(pair) > 0 for pair in sums[0]) and all(found == sums[0] for found in sums)
+
+
+def test_random_numbers_are_those_of_torch(level):
+    for numel, start in itertools.product([*SIZES, 5000], (0, 1, 2**40)):
+        stream = {"seed": numel, "name": "w", "start": start, "device": torch.device("cpu")}
+        drawn = uniform(numel, **stream)
+        with computed_by("torch"):
+            assert torch.equal(drawn, uniform(numel, **stream))
+
+
+@pytest.mark.parametrize("kind", ["any bits", "trained"])
+def test_magnitudes_are_counted_as_by_numpy(level, kind):
+    for numel in [*SIZES, 5000]:
+        values = random_bits(numel, numel, torch.float32)
+        if kind == "trained":
+            base, agent = trained(numel, numel, torch.bfloat16, 1e-4)
+            values = agent.float() - base.float()
+        # what is there already is added to
+        found, expected = (np.full((3, BUCKETS), 2**40) for _ in range(2))
+        upper = int(bits(values)[0] & 0x7FFFFFFF) >> 16
+        for counts, engine in zip((found, expected), ENGINES, strict=True):
+            with computed_by(engine):
+                count_upper(values, counts[0])
+                count_lower(values, upper, counts[1])
+                count_lower(values, 0, counts[2])
+        assert np.array_equal(found, expected)
+        assert found[0].sum() - BUCKETS * 2**40 == np.count_nonzero(values.numpy() != 0)
+
+
 def files_of(folder, pattern):
     return {path.name: path.read_bytes() for path in folder.rglob(pattern)}
 
 
+CASES = [
+    {},
+    {"epsilon": 0.0, "rounding": "stochastic"},
+    {"method": "average"},
+    {"method": "task_arithmetic", "rounding": "stochastic", "epsilon": 1e-4},
+    {"method": "dare_ties", "method_options": {"density": 0.1}},
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"epsilon": 0.0, "rounding": "stochastic"}, {"method": "average"}])
+@pytest.mark.parametrize("options", CASES)
 def test_models_registered_and_merged_without_the_loops_are_the_same_bytes(zoo, tmp_path, dtype, options):
     base = zoo.base("qwen2_wide", dtype)
     agents = {f"a{seed}": zoo.agent(base, seed=seed, density=0.1 + 0.2 * seed) for seed in range(3)}

@@ -70,6 +70,17 @@ def test_damaged_layers_are_refused_and_change_nothing(case):
         merge([(True, b"\x01\x00", b"\x01", 0.0, 1.0), (True, mask, payload, 0.0, 1.0)])
 
 
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_second_layer_is_refused(case):
+    mask, payload = map(bytes.fromhex, DAMAGED[case])
+    with pytest.raises(ValueError, match="do not fit"):
+        merge([(True, b"\x01\x00", b"\x01", 0.0, 1.0, mask, payload)])
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.compiled.update(room(20), BFLOAT16, room(40), room(40), b"\x01\x00", b"\x01", mask, payload)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.compiled.update(room(20), BFLOAT16, room(40), room(40), mask, payload)
+
+
 @pytest.mark.parametrize(("values", "deltas"), [(39, 40), (40, 39), (40, 44), (0, 0), (20, 20)])
 def test_values_and_deltas_of_another_length_are_refused(values, deltas):
     with pytest.raises(ValueError):
@@ -116,6 +127,21 @@ def test_masks_of_different_lengths_and_too_many_of_them_are_refused():
         kernels.compiled.count([b""] * 2**16)
 
 
+def test_counts_that_do_not_fit_are_refused():
+    for values, counts in ((room(3), room(8 * 65536)), (room(4), room(8 * 65536 - 8)), (room(4), room(4 * 65536))):
+        with pytest.raises(AssertionError):
+            kernels.compiled.histogram(values, -1, counts)
+
+
+def test_updates_and_masks_that_do_not_fit_are_refused():
+    for base, dtype, values, deltas in ((19, BFLOAT16, 36, 36), (20, FLOAT32, 40, 40), (20, FLOAT16, 40, 36)):
+        with pytest.raises(AssertionError):
+            kernels.compiled.update(room(base), dtype, room(values), room(deltas), b"\x01\x00", b"\x01")
+    for applied, deltas, mask in ((40, 36, 10), (40, 40, 9), (41, 41, 10)):
+        with pytest.raises(AssertionError):
+            kernels.compiled.magnitudes(room(applied), [(room(deltas), room(mask))])
+
+
 def test_gaps_that_do_not_fit_are_refused():
     with pytest.raises(AssertionError):
         kernels.compiled.pack_gaps(b"\x03", room(1))
@@ -138,8 +164,17 @@ def test_gaps_that_do_not_fit_are_refused():
         ("merge", (room(2), 0, room(2), 0, 5, 0.0, None)),
         ("merge", (room(2), 0, room(2), 0, [(True, b"\x01")], 0.0, None)),
         ("merge", (room(2), 0, room(2), 0, [(True, b"\x01", b"\x01", "1", 1.0)], 0.0, None)),
+        ("merge", (room(2), 0, room(2), 0, [(True, b"\x01", b"\x01", 0.0, 1.0, b"\x00")], 0.0, None)),
         ("merge", (room(2), 0, room(2), 0, [], 0.0, 1.5)),
         ("merge", (room(2), "BF16", room(2), 0, [], 0.0, None)),
+        ("update", (room(2), 0, room(4), room(4), b"\x01", b"\x01", b"\x01")),
+        ("update", (room(2), 0, room(4), room(4), b"\x01")),
+        ("magnitudes", (room(4), [[room(4), room(1)]])),
+        ("magnitudes", (room(4), [(room(4),)])),
+        ("uniform", (bytes(4), 0)),
+        ("uniform", (room(4), 0.5)),
+        ("histogram", (room(4), "upper", room(8 * 65536))),
+        ("histogram", (room(4), -1, bytes(8 * 65536))),
         ("count", ([b"\x01", None],)),
         ("count", (7,)),
         ("pack_gaps", (b"\x01", bytes(9))),
@@ -233,6 +268,11 @@ def long_calls():
     yield "encode", (values, values + np.arange(numel).astype(np.int16), BFLOAT16, 1e-5, *pairs)
     yield "apply", (values, mask, codes)
     yield "count", ([mask] * 30,)
+    yield "update", (values, BFLOAT16, np.empty(numel, np.float32), np.empty(numel, np.float32), mask, codes)
+    deltas = np.ones(numel, np.float32)
+    yield "magnitudes", (deltas, [(deltas, codes)] * 3)
+    yield "uniform", (np.empty(numel, np.float32), 5)
+    yield "histogram", (np.arange(numel, dtype=np.float32), -1, np.zeros(65536, np.int64))
     yield "pack_gaps", (mask, np.empty(numel, np.uint8))
     yield "unpack_gaps", (np.zeros(numel, np.uint8), mask)
 

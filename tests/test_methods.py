@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import change_tensor, copy_model, read_model
-from oracle import ORACLES, oracle_method, resmerge_matrix
-from test_merge import LINEAR, full_delta, merged, shapes_of, three_agents
-from tiles import context_of
+from oracle import ORACLES, is_matrix, oracle_method, resmerge_matrix
+from test_merge import LINEAR, full_delta, lora_delta, merged, shapes_of, three_agents
+from tiles import ENGINES, computed_by, context_of
 
 from ram_trl import AgentRegistry, MergeConfig, integrate_agents, merge_agents, register_agent
+from ram_trl.arithmetic.defaults import RESCALING
 from ram_trl.arithmetic.methods import METHODS
-from ram_trl.arithmetic.methods.matrices import is_linear_layer
+from ram_trl.arithmetic.methods.matrices import is_linear_layer, leading_vector
 from ram_trl.arithmetic.ram import TileUpdate, set_mask, unique_magnitudes
-from ram_trl.arithmetic.selection import count_lower, count_upper, find_bucket, magnitude_of
+from ram_trl.arithmetic.selection import BUCKETS, count_lower, count_upper, find_bucket, magnitude_of
 from ram_trl.cli import main
 from ram_trl.errors import BaseModelError, ConfigError
 from ram_trl.merging.plan import MergeSettings
@@ -71,7 +72,7 @@ def assert_merged(found, base, expected, case, dtype):
 
 def test_every_method_has_an_oracle_a_case_and_a_row_in_the_docs():
     rescaling = {name for name, method in METHODS.items() if method.rescale}
-    assert rescaling == {"ram_plus", "ram", "ram_plus_soft"}
+    assert rescaling == set(RESCALING)
     # that of the agents' Fisher information is in test_fisher.py
     assert set(METHODS) - rescaling - {"fisher"} == set(ORACLES) == {case.split()[0] for case in CASES}
     text = (Path(__file__).parents[1] / "docs" / "METHODS.md").read_text()
@@ -133,6 +134,29 @@ def test_tensors_that_only_some_agents_change_merge_as_the_methods_paper_says(zo
     assert_merged(found, base, expected_of(case, shapes_of(base), deltas, [1.0] * 3, labels), case, FLOAT32)
 
 
+@pytest.mark.parametrize(
+    ("kind", "case"), [("qwen2_wide", "wudi"), ("qwen2_wide", "resmerge"), ("llama_tall", "resmerge")]
+)
+def test_layers_of_several_panels_tiles_and_blocks_merge_as_the_methods_paper_says(zoo, tmp_path, kind, case):
+    base = zoo.base(kind)
+    models = {"a": zoo.agent(base, seed=1, density=0.3), "b": zoo.adapter(base, seed=2, target_modules=["down_proj"])}
+    deltas = [full_delta(base, models["a"]), lora_delta(base, models["b"])]
+    registry, before = zoo.registry(base, models), torch.get_num_threads()
+    found = {}
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        _, found[threads] = merged(
+            registry,
+            tmp_path / str(threads),
+            method=case,
+            method_options=CASES[case],
+            output_dtype="float32",
+        )
+        torch.set_num_threads(before)
+    assert_merged(found[1], base, expected_of(case, shapes_of(base), deltas, [1.0, 1.0], list("ab")), case, FLOAT32)
+    assert all(torch.equal(found[3][name], tensor) for name, tensor in found[1].items())
+
+
 # What the report says
 
 
@@ -191,6 +215,7 @@ def test_options_are_recorded_with_the_defaults_filled_in_and_reproduce_the_merg
     options = {"drop_rate": 0.25, "density": 0.5, "scaling": 1.0, "per_tensor": 0.0}
     assert report["method_options"] == options
     card = (tmp_path / "one" / "README.md").read_text()
+    assert " --r " not in card and " --alpha " not in card
     assert "[DARE + TIES](https://huggingface.co/papers/2311.03099) (drop_rate = 0.25, density = 0.5" in card
     command = re.search(r"accelerate launch recipes/merge.py (.+)", card)[1]
     words = command.replace("REGISTRY", str(registry.path)).replace("OUTPUT", str(tmp_path / "two")).split()
@@ -209,6 +234,16 @@ def test_a_generalist_records_the_options_of_its_method(zoo, tmp_path):
     again = registry.generalists.get(str(generalist))
     assert again.manifest.settings["method_options"] == {"scaling": 0.6}
     assert "r" in again.manifest.settings
+    with pytest.raises(ConfigError, match="method=ties has no r, which is for ram_plus, ram, ram_plus_soft"):
+        integrate_agents(registry, "all", method="ties", r=0.5)
+
+
+def test_r_and_alpha_are_refused_with_a_method_that_has_none():
+    words = ["--registry", "r", "--output_dir", "o", "--method", "ties"]
+    for more in (["--r", "0.5"], ["--alpha", "1"], ["--preset", "official"]):
+        with pytest.raises(ConfigError, match=f"method=ties has no {more[0][2:]}, which is for ram_plus, ram,"):
+            parse_config(MergeConfig, [*words, *more])
+    assert not {"r", "alpha"} & set(parse_config(MergeConfig, words).merge_arguments())
 
 
 @pytest.mark.parametrize(
@@ -223,6 +258,8 @@ def test_a_generalist_records_the_options_of_its_method(zoo, tmp_path):
         ("average", {"t": 1.0}, "'t' is no option of method=average: it has none"),
         ("ram_plus", {"r": 0.1}, "r and alpha are options of their own"),
         ("wudi", {"steps": -1}, "steps=-1 must be an integer from 0"),
+        ("resmerge", {"beta_min": 1.0, "beta_max": 0.5}, "beta_min=1 must be at most beta_max=0.5"),
+        ("resmerge", {"beta_max": 0.5}, "beta_min=0.7 must be at most beta_max=0.5"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(method, options, message):
@@ -232,7 +269,7 @@ def test_options_that_make_no_sense_are_refused(method, options, message):
         MergeSettings(method=method, method_options={"t": "much"})
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"ram_plus", "ram", "ram_plus_soft"}))
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not method.is_compiled])
 def test_the_compiled_engine_is_refused_where_there_are_no_loops(method):
     with pytest.raises(ConfigError, match=f"engine=compiled is not for method={method}: merge with --engine auto"):
         MergeSettings(method=method, engine="compiled")
@@ -241,6 +278,7 @@ def test_the_compiled_engine_is_refused_where_there_are_no_loops(method):
 # Parts
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @given(
     numel=st.integers(1, 400),
     seed=st.integers(0, 2**32 - 1),
@@ -249,7 +287,7 @@ def test_the_compiled_engine_is_refused_where_there_are_no_loops(method):
     cuts=st.integers(1, 4),
 )
 @settings(max_examples=200, deadline=None)
-def test_the_streaming_selection_is_that_of_sorting(numel, seed, kind, share, cuts):
+def test_the_streaming_selection_is_that_of_sorting(engine, numel, seed, kind, share, cuts):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator)
     values = {
@@ -263,11 +301,17 @@ def test_the_streaming_selection_is_that_of_sorting(numel, seed, kind, share, cu
     rank = max(1, int(share * numel))
     expected = float(torch.sort(values.abs(), descending=True).values[rank - 1])
     pieces = values.chunk(cuts)
-    place = find_bucket(sum(count_upper(piece) for piece in pieces), rank)
-    if expected == 0.0:
-        assert place is None
-        return
-    lower, _ = find_bucket(sum(count_lower(piece, place[0]) for piece in pieces), place[1])
+    uppers, lowers = np.zeros((2, BUCKETS), np.int64)
+    with computed_by(engine):
+        for piece in pieces:
+            count_upper(piece, uppers)
+        place = find_bucket(uppers, rank)
+        if expected == 0.0:
+            assert place is None
+            return
+        for piece in pieces:
+            count_lower(piece, place[0], lowers)
+    lower, _ = find_bucket(lowers, place[1])
     assert magnitude_of(place[0], lower) == expected
 
 
@@ -326,7 +370,7 @@ def test_dare_drops_its_rate_keeps_the_mean_and_depends_on_agent_seed_and_tensor
         return dare.merge_tile(base, [updates[agent]], context)
 
     one = left(0)
-    assert set(one.unique().tolist()) == {0.0, float(np.float32(1.0) / np.float32(1.0 - 0.9))}
+    assert set(one.unique().tolist()) == {0.0, float(np.float32(1.0 / (1.0 - 0.9)))}
     assert float((one == 0).double().mean()) == pytest.approx(0.9, abs=0.003)
     assert float(one.double().mean()) == pytest.approx(1.0, abs=0.03)
     assert torch.equal(left(0), one)
@@ -335,19 +379,41 @@ def test_dare_drops_its_rate_keeps_the_mean_and_depends_on_agent_seed_and_tensor
         assert float(((other == 0) == (one == 0)).double().mean()) == pytest.approx(0.9**2 + 0.1**2, abs=0.005)
 
 
+def test_dare_ties_trims_the_changes_as_they_are_stored():
+    # divided by 1 - p some would be a place off on other processors, and a tie fall below its own threshold
+    method, delta = METHODS["dare_ties"], torch.linspace(-1e-3, 1e-3, 1000)
+    update, context = TileUpdate(0, delta, delta), context_of(METHODS["dare_ties"], [1.0], drop_rate=0.2)
+    left = method.trimmed_from(update, context)
+    kept = left != 0
+    assert 750 < int(kept.sum()) < 850 and torch.equal(left[kept], delta[kept])
+    for threshold in left[kept].abs().sort().values[::50].tolist():
+        context = context_of(method, [1.0], drop_rate=0.2, thresholds=[threshold])
+        trimmed = method.merge_tile(torch.zeros(1000), [update], context)
+        assert torch.equal(trimmed != 0, left.abs() >= threshold)
+        torch.testing.assert_close(trimmed, left * (left.abs() >= threshold) / 0.8, rtol=1e-6, atol=0.0)
+
+
 def test_one_agent_alone_is_kept_by_the_methods_that_promise_it(zoo, tmp_path):
     base = zoo.base("llama")
     agent = zoo.agent(base, seed=1)
     registry, expected = zoo.registry(base, {"math": agent}), read_model(agent)
     alone = {"average": {}, "interpolation": {"t": 1.0}, "task_arithmetic": {"scaling": 1.0}, "ties": {"density": 1.0}}
-    alone |= {"dare": {"drop_rate": 0.0, "scaling": 1.0}, "isolate": {}, "resmerge": {"head": 0.0}}
+    alone |= {"dare": {"drop_rate": 0.0, "scaling": 1.0}, "isolate": {}}
     for method, options in alone.items():
         _, found = merged(registry, tmp_path / method, method=method, method_options=options, epsilon=0.0)
-        if method == "resmerge":
-            # all but the leading direction of every matrix
-            assert any(not torch.equal(found[name], tensor) for name, tensor in expected.items())
-            continue
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), method
+
+
+def test_resmerge_keeps_of_one_agent_alone_all_but_the_leading_directions(zoo, tmp_path):
+    base = zoo.base("llama")
+    agent = zoo.agent(base, seed=1)
+    deltas = full_delta(base, agent)
+    options = {"method": "resmerge", "method_options": {"head": 0.0}, "output_dtype": "float32"}
+    _, found = merged(zoo.registry(base, {"math": agent}), tmp_path, **options)
+    for name, before in read_model(base).items():
+        left = resmerge_matrix([deltas[name]], [1.0], 0.7, 1.0, 0.0) if is_matrix(name, deltas[name]) else deltas[name]
+        exact = torch.from_numpy(before.double().numpy() + left)
+        torch.testing.assert_close(found[name].double(), exact, rtol=1e-7, atol=1e-8)
 
 
 def test_linear_layers_are_told_from_tables_and_norms():
@@ -378,6 +444,28 @@ def test_the_unique_part_of_an_agent_is_written_by_the_command_line(zoo, tmp_pat
             assert torch.equal(found[tensor], exact), tensor
 
 
+def test_the_unique_part_is_among_agents_of_one_base(zoo, tmp_path, capsys):
+    base, other = zoo.base("llama"), zoo.base("qwen2_untied")
+    registry = AgentRegistry(tmp_path / "registry")
+    for name, of, seed in (("a", base, 1), ("b", base, 2), ("c", other, 3)):
+        register_agent(registry, name, str(zoo.agent(of, seed=seed, density=0.4)), base_model=str(of))
+    words = ["isolate", "--registry", str(registry.path), "--agent", "b", "--output_dir"]
+    main([*words, str(tmp_path / "default")])
+    main([*words, str(tmp_path / "named"), "--others", "a", "a@v1"])
+    assert (tmp_path / "default" / "model.safetensors").read_bytes() == (
+        tmp_path / "named" / "model.safetensors"
+    ).read_bytes()
+    capsys.readouterr()
+    for others, message in (
+        (["a", "b@v1"], "--others names agent b@v1 itself, whose changes are all its own: leave it out"),
+        (["c"], "agent c@v1 has another base model than b@v1: leave it out of --others"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, str(tmp_path / "refused"), "--others", *others])
+        assert capsys.readouterr().err == f"error: {message}\n"
+    assert not (tmp_path / "refused").exists()
+
+
 @pytest.mark.parametrize("case", ["rank one", "equal", "opposite", "disjoint", "one agent", "untouched", "tall"])
 def test_resmerge_of_matrices_at_the_edges_of_its_formulas(case):
     generator = torch.Generator().manual_seed(1)
@@ -399,6 +487,38 @@ def test_resmerge_of_matrices_at_the_edges_of_its_formulas(case):
     found = method.merge_matrix(iter(touching), context_of(method, weights))
     expected = resmerge_matrix([delta.double().numpy() for delta in deltas], weights, 0.7, 1.0, 0.2)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", ["noise", "head", "two equal", "rank one", "one column", "zero", "tiny"])
+def test_the_leading_vector_is_that_of_a_full_decomposition_whatever_the_threads(case):
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randn(700, 300, generator=generator, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(noise, full_matrices=False)
+    values = {
+        "noise": values,
+        "head": values.clone().index_fill_(0, torch.tensor([0]), 100.0),
+        "two equal": values.clone().index_fill_(0, torch.tensor([1]), float(values[0])),
+        "rank one": values * (torch.arange(300) == 0),
+        "one column": values,
+        "zero": values * 0,
+        "tiny": values * 1e-12,
+    }[case]
+    matrix = (left * values @ right).float()
+    if case == "one column":
+        matrix = matrix[:, :1].contiguous()
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(leading_vector(matrix))
+        torch.set_num_threads(before)
+    if case == "zero":
+        assert found == [None, None]
+        return
+    vector, gram = found[0], matrix.double().T @ matrix.double()
+    assert torch.equal(vector, found[1])
+    largest = torch.linalg.eigvalsh(gram)[-1]
+    assert float((gram @ vector - largest * vector).norm()) < 1e-11 * float(largest)
+    assert float(vector.norm()) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_wudi_ends_where_each_agent_is_disturbed_least():

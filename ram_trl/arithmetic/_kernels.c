@@ -25,6 +25,8 @@
 #define MAX_DIGITS 16
 
 #define ALIGNED __attribute__((aligned(64)))
+/* A function of which every call with other constants is to be a loop of its own. */
+#define SPECIALISED static inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), may_alias));
@@ -47,11 +49,12 @@ typedef struct {
     const uint8_t *codes, *codes_end, *escapes;
 } Packed;
 
-/* What one agent makes of a tile: differences from the base, or values and deltas in float32. */
+/* What one agent makes of a tile: differences from the base in one layer or two, or values and deltas in float32. */
 typedef struct {
-    const uint8_t *mask;
+    int num_layers;
+    const uint8_t *masks[2];
     /* all of its differences, and those that are not merged yet */
-    Packed packed, next;
+    Packed packed[2], next[2];
     const uint8_t *values, *deltas;
     float gain, weight;
     /* magnitudes of its unique changes, in the result and in the agent */
@@ -68,6 +71,8 @@ typedef struct {
     Py_ssize_t numel, num_agents;
     Source *agents;
     float epsilon;
+    /* whether the changes are added up, each times its agent's weight, however small they are */
+    int is_sum;
     int is_stochastic;
     /* state of the generator at the tile's first element */
     uint64_t key;
@@ -75,7 +80,7 @@ typedef struct {
     int status, are_agents_finite;
 } Merge;
 
-/* What the agents seen so far make of a chunk. */
+/* What the agents seen so far make of a chunk. Of a sum `merged` is the change of the last agent that is active. */
 typedef struct {
     ALIGNED float base[CHUNK + PADDING], merged[CHUNK + PADDING], sum[CHUNK + PADDING], weights[CHUNK + PADDING];
     ALIGNED int32_t owner[CHUNK + PADDING], ordered[CHUNK + PADDING];
@@ -125,7 +130,7 @@ static inline int has_zero_byte(uint64_t bytes) {
 
 static void rewind_agents(Merge *merge) {
     for (Py_ssize_t t = 0; t < merge->num_agents; t++) {
-        merge->agents[t].next = merge->agents[t].packed;
+        memcpy(merge->agents[t].next, merge->agents[t].packed, sizeof merge->agents[t].next);
         merge->agents[t].applied = merge->agents[t].intended = 0.0;
     }
 }
@@ -161,9 +166,15 @@ typedef struct {
     void (*apply)(uint8_t *, Py_ssize_t, const uint8_t *, Packed);
     void (*count)(const uint8_t *const *, Py_ssize_t, Py_ssize_t, int64_t *, int64_t *, int64_t *);
     int (*open_payload)(const uint8_t *, Py_ssize_t, const uint8_t *, Py_ssize_t, Packed *);
+    void (*update)(const uint8_t *, int, Py_ssize_t, Source *, uint8_t *, uint8_t *);
+    void (*magnitudes)(Merge *, const uint8_t *);
+    void (*uniform)(uint8_t *, Py_ssize_t, uint64_t);
+    void (*histogram)(const uint8_t *, Py_ssize_t, int, int64_t *);
 } Level;
 
-#define LEVEL_ENTRY(name) {#name, merge_##name, encode_##name, apply_##name, count_##name, open_payload_##name}
+#define LEVEL_ENTRY(name)                                                                                             \
+    {#name,         merge_##name,      encode_##name,  apply_##name,    count_##name, open_payload_##name,            \
+     update_##name, magnitudes_##name, uniform_##name, histogram_##name}
 static const Level LEVELS[] = {
     LEVEL_ENTRY(baseline),
 #ifdef HAS_LEVELS
@@ -186,10 +197,24 @@ static PyObject *damaged(void) {
     return NULL;
 }
 
+/* For each agent the applied and the intended magnitude of its unique changes. */
+static PyObject *sums_of(const Merge *merge) {
+    PyObject *pairs = PyList_New(merge->num_agents);
+    for (Py_ssize_t t = 0; pairs && t < merge->num_agents; t++) {
+        PyObject *pair = Py_BuildValue("(dd)", merge->agents[t].applied, merge->agents[t].intended);
+        if (!pair)
+            Py_CLEAR(pairs);
+        else
+            PyList_SET_ITEM(pairs, t, pair);
+    }
+    return pairs;
+}
+
 PyDoc_STRVAR(merge_doc,
-             "merge(out, out_dtype, base, base_dtype, agents, epsilon, key)\n--\n\n"
-             "Merge one tile. `agents` are (is_packed, mask or values, payload or deltas, gain, weight); `key` is None to\n"
-             "round to nearest. Returns 0 (1: values beyond the dtype, 2: not finite), whether the agents are finite, and\n"
+             "merge(out, out_dtype, base, base_dtype, agents, epsilon, key, is_sum=False)\n--\n\n"
+             "Merge one tile. `agents` are (is_packed, mask or values, payload or deltas, gain, weight), and of a second\n"
+             "layer mask and payload; `key` is None to round to nearest; `is_sum`: all changes are added up, each times\n"
+             "the weight. Returns 0 (1: values beyond the dtype, 2: not finite), whether the agents are finite, and\n"
              "for each of them the applied and the intended magnitude of its unique changes. Raises ValueError for\n"
              "damaged masks and payloads.");
 
@@ -200,8 +225,8 @@ static PyObject *py_merge(PyObject *self, PyObject *args) {
     Py_ssize_t num_agents = 0, opened = 0;
     int is_damaged = 0;
     Merge merge = {0};
-    if (!PyArg_ParseTuple(args, "w*iy*iOfO", &out, &merge.out_dtype, &base, &merge.base_dtype, &agents, &merge.epsilon,
-                          &key))
+    if (!PyArg_ParseTuple(args, "w*iy*iOfO|p", &out, &merge.out_dtype, &base, &merge.base_dtype, &agents,
+                          &merge.epsilon, &key, &merge.is_sum))
         return NULL;
     merge.base = base.buf;
     merge.out = out.buf;
@@ -215,30 +240,35 @@ static PyObject *py_merge(PyObject *self, PyObject *args) {
     if (PyErr_Occurred() || !(fast = PySequence_Fast(agents, "agents must be a sequence"))) goto done;
     merge.num_agents = num_agents = PySequence_Fast_GET_SIZE(fast);
     merge.agents = sources = PyMem_Calloc((size_t)num_agents + 1, sizeof *sources);
-    buffers = PyMem_Calloc(2 * (size_t)num_agents + 1, sizeof *buffers);
+    buffers = PyMem_Calloc(4 * (size_t)num_agents + 1, sizeof *buffers);
     if (!sources || !buffers) {
         PyErr_NoMemory();
         goto done;
     }
     for (; opened < num_agents; opened++) {
         Source *agent = &sources[opened];
-        Py_buffer *first = &buffers[2 * opened], *second = first + 1;
+        Py_buffer *parts = &buffers[4 * opened];
         PyObject *item = PySequence_Fast_GET_ITEM(fast, opened);
         int is_packed;
-        if (!PyTuple_Check(item)) {
-            PyErr_SetString(PyExc_TypeError, "an agent must be a tuple");
+        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) == 6) {
+            PyErr_SetString(PyExc_TypeError, "an agent must be a tuple of five, or of seven");
             goto done;
         }
-        if (!PyArg_ParseTuple(item, "py*y*ff", &is_packed, first, second,
-                              &agent->gain, &agent->weight))
+        if (!PyArg_ParseTuple(item, "py*y*ff|y*y*", &is_packed, &parts[0], &parts[1], &agent->gain, &agent->weight,
+                              &parts[2], &parts[3]))
             goto done;
         if (is_packed) {
-            agent->mask = first->buf;
-            is_damaged |= merge.base_dtype == FLOAT32 || !open_packed(first, second, merge.numel, &agent->packed);
+            agent->num_layers = PyTuple_GET_SIZE(item) == 7 ? 2 : 1;
+            is_damaged |= merge.base_dtype == FLOAT32;
+            for (int layer = 0; layer < agent->num_layers && !is_damaged; layer++) {
+                agent->masks[layer] = parts[2 * layer].buf;
+                is_damaged |=
+                    !open_packed(&parts[2 * layer], &parts[2 * layer + 1], merge.numel, &agent->packed[layer]);
+            }
         } else {
-            agent->values = first->buf;
-            agent->deltas = second->buf;
-            is_damaged |= first->len != 4 * merge.numel || second->len != 4 * merge.numel;
+            agent->values = parts[0].buf;
+            agent->deltas = parts[1].buf;
+            is_damaged |= parts[0].len != 4 * merge.numel || parts[1].len != 4 * merge.numel;
         }
     }
     if (is_damaged) {
@@ -248,16 +278,11 @@ static PyObject *py_merge(PyObject *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS;
     level->merge(&merge);
     Py_END_ALLOW_THREADS;
-    magnitudes = PyList_New(num_agents);
-    for (Py_ssize_t t = 0; magnitudes && t < num_agents; t++) {
-        PyObject *pair = Py_BuildValue("(dd)", sources[t].applied, sources[t].intended);
-        if (!pair) goto done;
-        PyList_SET_ITEM(magnitudes, t, pair);
-    }
+    magnitudes = sums_of(&merge);
     if (magnitudes)
         result = Py_BuildValue("(iOO)", merge.status, merge.are_agents_finite ? Py_True : Py_False, magnitudes);
 done:
-    for (Py_ssize_t t = 0; t < 2 * opened; t++) PyBuffer_Release(&buffers[t]);
+    for (Py_ssize_t t = 0; t < 4 * opened; t++) PyBuffer_Release(&buffers[t]);
     PyMem_Free(buffers);
     PyMem_Free(sources);
     Py_XDECREF(magnitudes);
@@ -429,6 +454,133 @@ static PyObject *py_unpack_gaps(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(update_doc,
+             "update(base, dtype, values, deltas, mask, payload, ...)\n--\n\n"
+             "Fill float32 with what one layer, or two, make of 16-bit floats, and with the differences. Raises ValueError\n"
+             "for damaged masks and payloads.");
+
+static PyObject *py_update(PyObject *self, PyObject *args) {
+    Py_buffer base, values, deltas, parts[4] = {{0}};
+    Source agent = {0};
+    int dtype, fits, is_damaged = 0;
+    if (PyTuple_GET_SIZE(args) == 7) {
+        PyErr_SetString(PyExc_TypeError, "a layer has a mask and a payload");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "y*iw*w*y*y*|y*y*", &base, &dtype, &values, &deltas, &parts[0], &parts[1], &parts[2],
+                          &parts[3]))
+        return NULL;
+    Py_ssize_t numel = base.len / 2;
+    fits = dtype != FLOAT32 && base.len == 2 * numel && values.len == 4 * numel && deltas.len == 4 * numel;
+    agent.num_layers = PyTuple_GET_SIZE(args) == 8 ? 2 : 1;
+    for (int layer = 0; fits && layer < agent.num_layers && !is_damaged; layer++) {
+        agent.masks[layer] = parts[2 * layer].buf;
+        is_damaged = !open_packed(&parts[2 * layer], &parts[2 * layer + 1], numel, &agent.next[layer]);
+    }
+    if (!fits) PyErr_SetString(PyExc_AssertionError, "buffers of other lengths are needed");
+    if (is_damaged) damaged();
+    if (fits && !is_damaged) {
+        Py_BEGIN_ALLOW_THREADS;
+        level->update(base.buf, dtype, numel, &agent, values.buf, deltas.buf);
+        Py_END_ALLOW_THREADS;
+    }
+    for (int part = 0; part < 4; part++) PyBuffer_Release(&parts[part]);
+    PyBuffer_Release(&deltas);
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&base);
+    if (!fits || is_damaged) return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(magnitudes_doc,
+             "magnitudes(applied, agents)\n--\n\n"
+             "Of what was applied to a tile, float32: for each of the agents, (deltas, mask), the sums over its unique\n"
+             "elements of what was applied in the direction of its delta, and of the delta. Masks have a byte an element.");
+
+static PyObject *py_magnitudes(PyObject *self, PyObject *args) {
+    Py_buffer applied, *buffers = NULL;
+    PyObject *agents, *fast = NULL, *result = NULL;
+    Py_ssize_t opened = 0;
+    Merge merge = {.is_sum = 1};
+    if (!PyArg_ParseTuple(args, "y*O", &applied, &agents)) return NULL;
+    merge.numel = applied.len / 4;
+    if (!(fast = PySequence_Fast(agents, "agents must be a sequence"))) goto done;
+    merge.num_agents = PySequence_Fast_GET_SIZE(fast);
+    merge.agents = PyMem_Calloc((size_t)merge.num_agents + 1, sizeof *merge.agents);
+    buffers = PyMem_Calloc(2 * (size_t)merge.num_agents + 1, sizeof *buffers);
+    if (!merge.agents || !buffers) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (; opened < merge.num_agents; opened++) {
+        Py_buffer *pair = &buffers[2 * opened];
+        PyObject *item = PySequence_Fast_GET_ITEM(fast, opened);
+        if (!PyTuple_Check(item)) {
+            PyErr_SetString(PyExc_TypeError, "an agent must be a tuple");
+            goto done;
+        }
+        if (!PyArg_ParseTuple(item, "y*y*", &pair[0], &pair[1])) goto done;
+        merge.agents[opened].deltas = pair[0].buf;
+        merge.agents[opened].masks[0] = pair[1].buf;
+        if (applied.len % 4 || pair[0].len != applied.len || pair[1].len != merge.numel) {
+            opened++;
+            PyErr_SetString(PyExc_AssertionError, "deltas and masks must be as long as what was applied");
+            goto done;
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    level->magnitudes(&merge, applied.buf);
+    Py_END_ALLOW_THREADS;
+    result = sums_of(&merge);
+done:
+    for (Py_ssize_t t = 0; t < 2 * opened; t++) PyBuffer_Release(&buffers[t]);
+    PyMem_Free(buffers);
+    PyMem_Free(merge.agents);
+    Py_XDECREF(fast);
+    PyBuffer_Release(&applied);
+    return result;
+}
+
+PyDoc_STRVAR(uniform_doc,
+             "uniform(out, key)\n--\n\n"
+             "Fill float32 with numbers in [0, 1): SplitMix64 at successive counters, from a state on.");
+
+static PyObject *py_uniform(PyObject *self, PyObject *args) {
+    Py_buffer out;
+    PyObject *key;
+    if (!PyArg_ParseTuple(args, "w*O!", &out, &PyLong_Type, &key)) return NULL;
+    uint64_t state = PyLong_AsUnsignedLongLongMask(key);
+    Py_BEGIN_ALLOW_THREADS;
+    level->uniform(out.buf, out.len / 4, state);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&out);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(histogram_doc,
+             "histogram(values, upper, counts)\n--\n\n"
+             "Add to `counts`, 65536 int64, how many of the float32 values have each upper half of their bits without\n"
+             "the sign; or each lower half, of those with the upper half `upper`, if it is not negative. Zeros are not\n"
+             "counted.");
+
+static PyObject *py_histogram(PyObject *self, PyObject *args) {
+    Py_buffer values, counts;
+    int upper;
+    if (!PyArg_ParseTuple(args, "y*iw*", &values, &upper, &counts)) return NULL;
+    int fits = values.len % 4 == 0 && counts.len == 8 * 65536;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS;
+        level->histogram(values.buf, values.len / 4, upper, counts.buf);
+        Py_END_ALLOW_THREADS;
+    } else {
+        PyErr_SetString(PyExc_AssertionError, "float32 values, and room for 65536 counts are needed");
+    }
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&values);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(use_level_doc,
              "use_level(name)\n--\n\n"
              "Compute with the instructions of one of LEVELS; by default the last.");
@@ -453,6 +605,10 @@ static PyMethodDef METHODS[] = {
     {"count", py_count, METH_VARARGS, count_doc},
     {"pack_gaps", py_pack_gaps, METH_VARARGS, pack_gaps_doc},
     {"unpack_gaps", py_unpack_gaps, METH_VARARGS, unpack_gaps_doc},
+    {"update", py_update, METH_VARARGS, update_doc},
+    {"magnitudes", py_magnitudes, METH_VARARGS, magnitudes_doc},
+    {"uniform", py_uniform, METH_VARARGS, uniform_doc},
+    {"histogram", py_histogram, METH_VARARGS, histogram_doc},
     {"use_level", py_use_level, METH_VARARGS, use_level_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -2,14 +2,15 @@
  * The merge of _kernels_isa.h once more, for what is merged most: agents of bfloat16, packed, over a base of bfloat16,
  * rounded to nearest bfloat16, on processors with AVX-512. A group of 64 elements stays in registers from the base's
  * bits to the merged ones, where the general loops go through the first-level cache after every agent. The bits of the
- * results and of the sums are the same.
+ * results and of the sums are the same. `out` must not be `base`: what is not finite here is merged again.
  */
 
 /* Vectors of a group, of 16 elements each. */
 #define VECTORS 4
 #define GROUP (16 * VECTORS)
 
-/* What the agents seen so far make of a group. A bit for every element that any agent changed, and that several did. */
+/* What the agents seen so far make of a group, as in a chunk. A bit for every element that any agent changed, and that
+ * several did. */
 typedef struct {
     __m512 base[VECTORS], merged[VECTORS], sum[VECTORS], weights[VECTORS];
     __m512i ordered[VECTORS];
@@ -84,17 +85,27 @@ static inline void expand_group(Packed *packed, uint64_t mask, __m512i differenc
 }
 
 /* One agent in one group, as in add_element. A NaN is taken for a change, so that it is seen in the end. */
-static inline void add_to_group(Source *agent, uint64_t mask, __m512 epsilon, Group *group) {
+SPECIALISED void add_to_group(Source *agent, const uint64_t masks[2], int is_sum, __m512 epsilon, Group *group) {
     const __m512 gain = _mm512_set1_ps(agent->gain), weight = _mm512_set1_ps(agent->weight);
     const __mmask16 has_gain = agent->gain != 0.0f ? 0xFFFF : 0;
     __mmask16 active[VECTORS];
     __m512i difference[VECTORS];
-    expand_group(&agent->next, mask, difference);
+    expand_group(&agent->next[0], masks[0], difference);
+    if (agent->num_layers == 2) {
+        __m512i more[VECTORS];
+        expand_group(&agent->next[1], masks[1], more);
+        for (int v = 0; v < VECTORS; v++) difference[v] = _mm512_add_epi32(difference[v], more[v]);
+    }
     for (int v = 0; v < VECTORS; v++) {
         __m512 value = _mm512_castsi512_ps(ordered_512(_mm512_add_epi32(group->ordered[v], difference[v])));
         __m512 delta = _mm512_sub_ps(value, group->base[v]);
-        __m512 own = _mm512_mask3_fmadd_ps(gain, delta, value, has_gain);
         active[v] = _mm512_cmp_ps_mask(absolute_512(delta), epsilon, _CMP_NLE_UQ);
+        if (is_sum) {
+            group->merged[v] = _mm512_mask_mov_ps(group->merged[v], active[v], delta);
+            group->sum[v] = _mm512_fmadd_ps(weight, delta, group->sum[v]);
+            continue;
+        }
+        __m512 own = _mm512_mask3_fmadd_ps(gain, delta, value, has_gain);
         group->merged[v] = _mm512_mask_mov_ps(group->merged[v], active[v], own);
         group->sum[v] = _mm512_fmadd_ps(weight, _mm512_maskz_mov_ps(active[v], delta), group->sum[v]);
         group->weights[v] = _mm512_mask_add_ps(group->weights[v], active[v], group->weights[v], weight);
@@ -105,19 +116,25 @@ static inline void add_to_group(Source *agent, uint64_t mask, __m512 epsilon, Gr
     group->any |= agent->active;
 }
 
-/* As `finish`: take the mean where several agents changed an element, round and write; leaves in the group what was
- * applied, along the direction of the agent's own change, and that change. Returns the largest magnitudes so far. */
-static inline __m512i finish_group(uint8_t *out, Py_ssize_t numel, Group *group, __m512i largest) {
+/* As `finish`: take the mean where several agents changed an element, or the sum, round and write; leaves in the group
+ * what was applied, along the direction of the agent's own change, and that change. Returns the largest magnitudes so
+ * far. */
+SPECIALISED __m512i finish_group(uint8_t *out, Py_ssize_t numel, int is_sum, Group *group, __m512i largest) {
     for (int v = 0; v < VECTORS; v++) {
-        __m512 mean = _mm512_add_ps(_mm512_div_ps(group->sum[v], group->weights[v]), group->base[v]);
-        __m512 merged = _mm512_mask_mov_ps(group->merged[v], (__mmask16)(group->several >> 16 * v), mean);
+        __m512 own = is_sum ? group->merged[v] : group->sum[v], merged;
+        if (is_sum) {
+            merged = _mm512_add_ps(group->sum[v], group->base[v]);
+        } else {
+            __m512 mean = _mm512_add_ps(_mm512_div_ps(group->sum[v], group->weights[v]), group->base[v]);
+            merged = _mm512_mask_mov_ps(group->merged[v], (__mmask16)(group->several >> 16 * v), mean);
+        }
         __m512i upper = narrow_512(merged);
         __m512 applied = _mm512_sub_ps(_mm512_castsi512_ps(upper), group->base[v]);
-        __m512 sign = _mm512_and_ps(group->sum[v], _mm512_set1_ps(-0.0f));
+        __m512 sign = _mm512_and_ps(own, _mm512_set1_ps(-0.0f));
         _mm256_mask_storeu_epi16(out + 32 * v, inside_512(numel, v),
                                  _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper, 16)));
         group->merged[v] = _mm512_xor_ps(applied, sign);
-        group->sum[v] = absolute_512(group->sum[v]);
+        group->sum[v] = absolute_512(own);
         /* a difference beyond float32 is seen in the sum alone */
         largest = _mm512_max_epu32(largest, _mm512_castps_si512(absolute_512(merged)));
         largest = _mm512_max_epu32(largest, _mm512_castps_si512(group->sum[v]));
@@ -141,12 +158,12 @@ static inline void add_unique(const Group *group, Source *agent) {
 static int is_all_bfloat16(const Merge *merge) {
     if (merge->base_dtype != BFLOAT16 || merge->out_dtype != BFLOAT16 || merge->is_stochastic) return 0;
     for (Py_ssize_t t = 0; t < merge->num_agents; t++)
-        if (merge->agents[t].values) return 0;
+        if (!merge->agents[t].num_layers) return 0;
     return 1;
 }
 
-/* Equation 7 for a whole tile. Returns whether all of it is finite; if it is not, the general loops can say why. */
-static int merge_bfloat16(Merge *merge) {
+/* All groups of a tile. Returns whether all of it is finite. */
+SPECIALISED int merge_groups(Merge *merge, int is_sum) {
     const __m512 epsilon = _mm512_set1_ps(merge->epsilon);
     __m512i largest = _mm512_setzero_si512();
     rewind_agents(merge);
@@ -161,21 +178,30 @@ static int merge_bfloat16(Merge *merge) {
             __mmask8 mask_bytes = end - i >= GROUP ? 0xFF : (__mmask8)((1u << (end - i + 7) / 8) - 1);
             load_group(merge->base + 2 * i, end - i, &group);
             for (Py_ssize_t t = 0; t < merge->num_agents; t++) {
-                __m128i mask = _mm_maskz_loadu_epi8(mask_bytes, merge->agents[t].mask + i / 8);
-                add_to_group(&merge->agents[t], (uint64_t)_mm_cvtsi128_si64(mask), epsilon, &group);
+                Source *agent = &merge->agents[t];
+                uint64_t masks[2] = {0, 0};
+                for (int layer = 0; layer < agent->num_layers; layer++) {
+                    __m128i mask = _mm_maskz_loadu_epi8(mask_bytes, agent->masks[layer] + i / 8);
+                    masks[layer] = (uint64_t)_mm_cvtsi128_si64(mask);
+                }
+                add_to_group(agent, masks, is_sum, epsilon, &group);
             }
-            largest = finish_group(merge->out + 2 * i, end - i, &group, largest);
+            largest = finish_group(merge->out + 2 * i, end - i, is_sum, &group, largest);
             for (Py_ssize_t t = 0; t < merge->num_agents; t++) add_unique(&group, &merge->agents[t]);
         }
         for (Py_ssize_t t = 0; t < merge->num_agents; t++) {
             Source *agent = &merge->agents[t];
+            /* of a sum the change itself was left */
+            float weight = is_sum ? 1.0f : agent->weight;
             for (int lane = 0; lane < LANES; lane++) {
                 agent->applied += agent->applied_lanes[lane] + agent->applied_lanes[LANES + lane];
-                agent->intended +=
-                    (agent->intended_lanes[lane] + agent->intended_lanes[LANES + lane]) / agent->weight;
+                agent->intended += (agent->intended_lanes[lane] + agent->intended_lanes[LANES + lane]) / weight;
             }
         }
     }
     /* from here on numbers are rounded to infinity */
     return _mm512_reduce_max_epu32(largest) < INFINITY_BITS - 0x8000;
 }
+
+/* As `merge`. Returns whether all of it is finite; if it is not, the general loops can say why. */
+static int merge_bfloat16(Merge *merge) { return merge->is_sum ? merge_groups(merge, 1) : merge_groups(merge, 0); }

@@ -145,6 +145,13 @@ static inline int32_t LEVEL(narrow)(float value, int dtype) {
 
 static inline int LEVEL(is_finite)(float value) { return (as_bits(value) & INFINITY_BITS) != INFINITY_BITS; }
 
+/* The number in [0, 1) that a state of SplitMix64 gives; see rounding.py. */
+static inline float LEVEL(drawn)(uint64_t state) {
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9u;
+    state = (state ^ state >> 27) * 0x94D049BB133111EBu;
+    return (float)(int32_t)((state ^ state >> 31) >> 40) * 0x1p-24f;
+}
+
 /* One of the two neighbours, by the random number that belongs to the element; see rounding.py. */
 static inline int32_t LEVEL(narrow_stochastic)(float value, int dtype, uint64_t state) {
     int32_t nearest = LEVEL(narrow)(value, dtype);
@@ -152,11 +159,8 @@ static inline int32_t LEVEL(narrow_stochastic)(float value, int dtype, uint64_t 
     int32_t neighbour = LEVEL(ordered)(LEVEL(moved)(LEVEL(ordered)(nearest), error > 0.0f ? 1 : -1));
     float high = LEVEL(widen)(neighbour, dtype);
     float probability = __builtin_fabsf(error) / __builtin_fabsf(high - low);
-    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9u;
-    state = (state ^ state >> 27) * 0x94D049BB133111EBu;
-    float uniform = (float)(int32_t)((state ^ state >> 31) >> 40) * 0x1p-24f;
     int usable = error != 0.0f && LEVEL(is_finite)(high) && LEVEL(is_finite)(low);
-    return usable && uniform < probability ? neighbour : nearest;
+    return usable && LEVEL(drawn)(state) < probability ? neighbour : nearest;
 }
 
 static inline float LEVEL(select)(int condition, float chosen, float other) {
@@ -186,25 +190,39 @@ static inline void LEVEL(load_base)(const Merge *merge, Py_ssize_t start, Py_ssi
     }
 }
 
-/* One element of one agent: the inner part of equation 7. Returns the magnitude's bits. */
-static inline uint32_t LEVEL(add_element)(Chunk *chunk, Py_ssize_t i, int32_t t, float value, float delta, float gain,
-                                          float weight, float epsilon) {
+/* One element of one agent: the inner part of equation 7, or of a sum. Returns the magnitude's bits. */
+SPECIALISED uint32_t LEVEL(add_element)(Chunk *chunk, Py_ssize_t i, int32_t t, int is_sum, float value, float delta,
+                                        float gain, float weight, float epsilon) {
     uint32_t magnitude = as_bits(delta) & ~SIGN_BIT;
     int active = as_float(magnitude) > epsilon;
     int32_t owner = chunk->owner[i] == NOBODY ? t : SEVERAL;
+    chunk->owner[i] = (owner & -active) | (chunk->owner[i] & ~-active);
+    if (is_sum) {
+        chunk->merged[i] = LEVEL(select)(active, delta, chunk->merged[i]);
+        chunk->sum[i] = __builtin_fmaf(weight, delta, chunk->sum[i]);
+        return magnitude;
+    }
     /* without a gain the value is taken, not computed: -0.0 stays */
     float own = gain != 0.0f ? __builtin_fmaf(gain, delta, value) : value;
     delta = LEVEL(select)(active, delta, 0.0f);
     chunk->merged[i] = LEVEL(select)(active, own, chunk->merged[i]);
-    chunk->owner[i] = (owner & -active) | (chunk->owner[i] & ~-active);
     chunk->sum[i] = __builtin_fmaf(weight, delta, chunk->sum[i]);
     chunk->weights[i] += LEVEL(select)(active, weight, 0.0f);
     return magnitude;
 }
 
+/* Differences of an agent in one chunk, of all its layers. */
+static inline void LEVEL(expand_layers)(Source *agent, Py_ssize_t start, Py_ssize_t numel, int16_t *difference) {
+    int16_t more[CHUNK];
+    LEVEL(expand)(&agent->next[0], agent->masks[0] + start / 8, numel, difference);
+    if (agent->num_layers == 1) return;
+    LEVEL(expand)(&agent->next[1], agent->masks[1] + start / 8, numel, more);
+    for (Py_ssize_t i = 0; i < numel; i++) difference[i] = (int16_t)((uint16_t)difference[i] + (uint16_t)more[i]);
+}
+
 /* One agent in one chunk. */
-static inline uint32_t LEVEL(add_agent)(Source *agent, int32_t t, int dtype, float epsilon, Py_ssize_t start,
-                                        Py_ssize_t numel, Chunk *chunk) {
+SPECIALISED uint32_t LEVEL(add_agent)(Source *agent, int32_t t, int dtype, int is_sum, float epsilon, Py_ssize_t start,
+                                      Py_ssize_t numel, Chunk *chunk) {
     float gain = agent->gain, weight = agent->weight;
     uint32_t largest = 0;
     if (agent->values) {
@@ -212,32 +230,38 @@ static inline uint32_t LEVEL(add_agent)(Source *agent, int32_t t, int dtype, flo
         memcpy(value, agent->values + 4 * start, (size_t)numel * 4);
         memcpy(delta, agent->deltas + 4 * start, (size_t)numel * 4);
         for (Py_ssize_t i = 0; i < numel; i++) {
-            uint32_t magnitude = LEVEL(add_element)(chunk, i, t, value[i], delta[i], gain, weight, epsilon);
+            uint32_t magnitude = LEVEL(add_element)(chunk, i, t, is_sum, value[i], delta[i], gain, weight, epsilon);
             largest = magnitude > largest ? magnitude : largest;
         }
     } else {
         int16_t difference[CHUNK];
-        LEVEL(expand)(&agent->next, agent->mask + start / 8, numel, difference);
+        LEVEL(expand_layers)(agent, start, numel, difference);
         for (Py_ssize_t i = 0; i < numel; i++) {
             float value = LEVEL(widen)(LEVEL(ordered)(LEVEL(moved)(chunk->ordered[i], difference[i])), dtype);
             float delta = value - chunk->base[i];
-            uint32_t magnitude = LEVEL(add_element)(chunk, i, t, value, delta, gain, weight, epsilon);
+            uint32_t magnitude = LEVEL(add_element)(chunk, i, t, is_sum, value, delta, gain, weight, epsilon);
             largest = magnitude > largest ? magnitude : largest;
         }
     }
     return largest;
 }
 
-/* Take the mean where several agents changed an element, and round. Leaves in the chunk what was applied, along the
- * direction of the agent's own change, and that change. */
-static inline void LEVEL(finish)(Merge *merge, int dtype, int is_stochastic, Py_ssize_t start, Py_ssize_t numel,
-                                 Chunk *chunk) {
+/* Take the mean where several agents changed an element, or the sum, and round. Leaves in the chunk what was applied,
+ * along the direction of the agent's own change, and that change. */
+SPECIALISED void LEVEL(finish)(Merge *merge, int dtype, int is_stochastic, int is_sum, Py_ssize_t start,
+                               Py_ssize_t numel, Chunk *chunk) {
     uint16_t halves[CHUNK];
     uint32_t largest_merged = 0, largest_written = 0;
     uint64_t state = merge->key + (uint64_t)start * GAMMA;
     for (Py_ssize_t i = 0; i < numel; i++) {
-        float mean = chunk->sum[i] / chunk->weights[i] + chunk->base[i];
-        float merged = LEVEL(select)(chunk->owner[i] == SEVERAL, mean, chunk->merged[i]), written = merged;
+        float own = is_sum ? chunk->merged[i] : chunk->sum[i], merged;
+        if (is_sum) {
+            merged = chunk->sum[i] + chunk->base[i];
+        } else {
+            float mean = chunk->sum[i] / chunk->weights[i] + chunk->base[i];
+            merged = LEVEL(select)(chunk->owner[i] == SEVERAL, mean, chunk->merged[i]);
+        }
+        float written = merged;
         if (dtype == FLOAT32) {
             chunk->weights[i] = merged;
         } else {
@@ -249,8 +273,8 @@ static inline void LEVEL(finish)(Merge *merge, int dtype, int is_stochastic, Py_
         uint32_t magnitude = as_bits(merged) & ~SIGN_BIT, rounded = as_bits(written) & ~SIGN_BIT;
         largest_merged = magnitude > largest_merged ? magnitude : largest_merged;
         largest_written = rounded > largest_written ? rounded : largest_written;
-        chunk->merged[i] = as_float(as_bits(written - chunk->base[i]) ^ (as_bits(chunk->sum[i]) & SIGN_BIT));
-        chunk->sum[i] = __builtin_fabsf(chunk->sum[i]);
+        chunk->merged[i] = as_float(as_bits(written - chunk->base[i]) ^ (as_bits(own) & SIGN_BIT));
+        chunk->sum[i] = __builtin_fabsf(own);
     }
     if (dtype == FLOAT32)
         memcpy(merge->out + 4 * start, chunk->weights, (size_t)numel * 4);
@@ -264,6 +288,8 @@ static inline void LEVEL(finish)(Merge *merge, int dtype, int is_stochastic, Py_
 static void LEVEL(add_magnitudes)(const Merge *merge, Py_ssize_t numel, Chunk *chunk) {
     for (Py_ssize_t i = numel; i % (2 * LANES); i++) chunk->owner[i] = NOBODY;
     for (Py_ssize_t t = 0; t < merge->num_agents; t++) {
+        /* of a sum the change itself was left */
+        float weight = merge->is_sum ? 1.0f : merge->agents[t].weight;
         /* two sums at a time: an addition need not wait for the one before */
         Floats applied[2] = {{0}}, intended[2] = {{0}};
         for (Py_ssize_t i = 0; i < numel; i += 2 * LANES) {
@@ -275,45 +301,53 @@ static void LEVEL(add_magnitudes)(const Merge *merge, Py_ssize_t numel, Chunk *c
         }
         for (int lane = 0; lane < LANES; lane++) {
             merge->agents[t].applied += applied[0][lane] + applied[1][lane];
-            merge->agents[t].intended += (intended[0][lane] + intended[1][lane]) / merge->agents[t].weight;
+            merge->agents[t].intended += (intended[0][lane] + intended[1][lane]) / weight;
         }
     }
 }
 
-/* Equation 7 for a whole tile; see ram.py for the definition. */
-static void LEVEL(merge)(Merge *merge) {
+/* All chunks of a tile. What is known here, the compiler need not ask for every element. */
+SPECIALISED void LEVEL(merge_chunks)(Merge *merge, int is_sum) {
     Chunk chunk;
     uint32_t largest_delta = 0;
+    rewind_agents(merge);
+    for (Py_ssize_t start = 0; start < merge->numel; start += CHUNK) {
+        Py_ssize_t numel = merge->numel - start < CHUNK ? merge->numel - start : CHUNK;
+        LEVEL(load_base)(merge, start, numel, &chunk);
+        for (Py_ssize_t t = 0; t < merge->num_agents; t++) {
+            Source *agent = &merge->agents[t];
+            uint32_t largest;
+            if (merge->base_dtype == BFLOAT16)
+                largest = LEVEL(add_agent)(agent, (int32_t)t, BFLOAT16, is_sum, merge->epsilon, start, numel, &chunk);
+            else
+                largest = LEVEL(add_agent)(agent, (int32_t)t, FLOAT16, is_sum, merge->epsilon, start, numel, &chunk);
+            largest_delta = largest > largest_delta ? largest : largest_delta;
+        }
+        if (merge->out_dtype == FLOAT32)
+            LEVEL(finish)(merge, FLOAT32, 0, is_sum, start, numel, &chunk);
+        else if (merge->is_stochastic)
+            LEVEL(finish)(merge, merge->out_dtype, 1, is_sum, start, numel, &chunk);
+        else if (merge->out_dtype == BFLOAT16)
+            LEVEL(finish)(merge, BFLOAT16, 0, is_sum, start, numel, &chunk);
+        else
+            LEVEL(finish)(merge, FLOAT16, 0, is_sum, start, numel, &chunk);
+        LEVEL(add_magnitudes)(merge, numel, &chunk);
+    }
+    merge->are_agents_finite = largest_delta < INFINITY_BITS;
+}
+
+/* Equation 7 for a whole tile, see ram.py for the definition; or a sum, see methods/method.py. */
+static void LEVEL(merge)(Merge *merge) {
 #ifdef __AVX512VBMI2__
     if (is_all_bfloat16(merge) && merge_bfloat16(merge)) {
         merge->are_agents_finite = 1;
         return;
     }
 #endif
-    rewind_agents(merge);
-    for (Py_ssize_t start = 0; start < merge->numel; start += CHUNK) {
-        Py_ssize_t numel = merge->numel - start < CHUNK ? merge->numel - start : CHUNK;
-        LEVEL(load_base)(merge, start, numel, &chunk);
-        for (Py_ssize_t t = 0; t < merge->num_agents; t++) {
-            uint32_t largest;
-            if (merge->base_dtype == BFLOAT16)
-                largest = LEVEL(add_agent)(&merge->agents[t], (int32_t)t, BFLOAT16, merge->epsilon, start, numel, &chunk);
-            else
-                largest = LEVEL(add_agent)(&merge->agents[t], (int32_t)t, FLOAT16, merge->epsilon, start, numel, &chunk);
-            largest_delta = largest > largest_delta ? largest : largest_delta;
-        }
-        /* what is known here, the compiler need not ask for every element */
-        if (merge->out_dtype == FLOAT32)
-            LEVEL(finish)(merge, FLOAT32, 0, start, numel, &chunk);
-        else if (merge->is_stochastic)
-            LEVEL(finish)(merge, merge->out_dtype, 1, start, numel, &chunk);
-        else if (merge->out_dtype == BFLOAT16)
-            LEVEL(finish)(merge, BFLOAT16, 0, start, numel, &chunk);
-        else
-            LEVEL(finish)(merge, FLOAT16, 0, start, numel, &chunk);
-        LEVEL(add_magnitudes)(merge, numel, &chunk);
-    }
-    merge->are_agents_finite = largest_delta < INFINITY_BITS;
+    if (merge->is_sum)
+        LEVEL(merge_chunks)(merge, 1);
+    else
+        LEVEL(merge_chunks)(merge, 0);
 }
 
 /* Append elements to a layer: those that `selected` names, a byte each. The length is a multiple of 8. */
@@ -441,5 +475,91 @@ static void LEVEL(count)(const uint8_t *const *masks, Py_ssize_t num_agents, Py_
             memcpy(words, masks[t] + start, size);
             for (int w = 0; w < WORDS; w++) unique[t] += __builtin_popcountll(words[w] & matching[w]);
         }
+    }
+}
+
+/* One chunk of `update`. */
+SPECIALISED void LEVEL(move)(const uint16_t *base, const int16_t *difference, int dtype, Py_ssize_t numel, float *value,
+                             float *delta) {
+    for (Py_ssize_t i = 0; i < numel; i++) {
+        int32_t before = (int32_t)((uint32_t)base[i] << 16);
+        int32_t after = LEVEL(ordered)(LEVEL(moved)(LEVEL(ordered)(before), difference[i]));
+        value[i] = LEVEL(widen)(after, dtype);
+        delta[i] = value[i] - LEVEL(widen)(before, dtype);
+    }
+}
+
+/* What an agent makes of 16-bit floats, as float32: its values, and by what they differ. */
+static void LEVEL(update)(const uint8_t *base, int dtype, Py_ssize_t numel, Source *agent, uint8_t *values,
+                          uint8_t *deltas) {
+    uint16_t halves[CHUNK];
+    int16_t difference[CHUNK];
+    float value[CHUNK + PADDING], delta[CHUNK];
+    for (Py_ssize_t start = 0; start < numel; start += CHUNK) {
+        Py_ssize_t size = numel - start < CHUNK ? numel - start : CHUNK;
+        memcpy(halves, base + 2 * start, (size_t)size * 2);
+        LEVEL(expand_layers)(agent, start, size, difference);
+        if (dtype == BFLOAT16)
+            LEVEL(move)(halves, difference, BFLOAT16, size, value, delta);
+        else
+            LEVEL(move)(halves, difference, FLOAT16, size, value, delta);
+        memcpy(values + 4 * start, value, (size_t)size * 4);
+        memcpy(deltas + 4 * start, delta, (size_t)size * 4);
+    }
+}
+
+/* Magnitudes of unique changes in what was applied; of the agents the mask is a byte for each element. */
+static void LEVEL(magnitudes)(Merge *merge, const uint8_t *applied) {
+    Chunk chunk;
+    float delta[CHUNK];
+    uint8_t mask[CHUNK];
+    for (Py_ssize_t start = 0; start < merge->numel; start += CHUNK) {
+        Py_ssize_t numel = merge->numel - start < CHUNK ? merge->numel - start : CHUNK;
+        memcpy(chunk.merged, applied + 4 * start, (size_t)numel * 4);
+        for (Py_ssize_t i = 0; i < numel; i++) {
+            chunk.owner[i] = NOBODY;
+            chunk.sum[i] = 0.0f;
+        }
+        for (Py_ssize_t t = 0; t < merge->num_agents; t++) {
+            memcpy(mask, merge->agents[t].masks[0] + start, (size_t)numel);
+            memcpy(delta, merge->agents[t].deltas + 4 * start, (size_t)numel * 4);
+            for (Py_ssize_t i = 0; i < numel; i++) {
+                int active = mask[i] != 0;
+                int32_t owner = chunk.owner[i] == NOBODY ? (int32_t)t : SEVERAL;
+                chunk.owner[i] = (owner & -active) | (chunk.owner[i] & ~-active);
+                chunk.sum[i] = LEVEL(select)(active, delta[i], chunk.sum[i]);
+            }
+        }
+        for (Py_ssize_t i = 0; i < numel; i++) {
+            chunk.merged[i] = as_float(as_bits(chunk.merged[i]) ^ (as_bits(chunk.sum[i]) & SIGN_BIT));
+            chunk.sum[i] = __builtin_fabsf(chunk.sum[i]);
+        }
+        LEVEL(add_magnitudes)(merge, numel, &chunk);
+    }
+}
+
+/* Numbers in [0, 1) at successive counters. */
+static void LEVEL(uniform)(uint8_t *out, Py_ssize_t numel, uint64_t key) {
+    float drawn[CHUNK];
+    for (Py_ssize_t start = 0; start < numel; start += CHUNK) {
+        Py_ssize_t size = numel - start < CHUNK ? numel - start : CHUNK;
+        for (Py_ssize_t i = 0; i < size; i++) drawn[i] = LEVEL(drawn)(key + (uint64_t)(start + i) * GAMMA);
+        memcpy(out + 4 * start, drawn, (size_t)size * 4);
+    }
+}
+
+/* Count the upper halves of the bits of magnitudes, or the lower ones under one upper half; see selection.py. */
+static void LEVEL(histogram)(const uint8_t *values, Py_ssize_t numel, int upper, int64_t *counts) {
+    uint32_t bits[CHUNK];
+    for (Py_ssize_t start = 0; start < numel; start += CHUNK) {
+        Py_ssize_t size = numel - start < CHUNK ? numel - start : CHUNK, found = 0;
+        memcpy(bits, values + 4 * start, (size_t)size * 4);
+        /* what counts is moved together, as a branch for every element would be guessed wrong too often */
+        for (Py_ssize_t i = 0; i < size; i++) {
+            uint32_t magnitude = bits[i] & ~SIGN_BIT;
+            bits[found] = upper < 0 ? magnitude >> 16 : magnitude & 0xFFFF;
+            found += (magnitude != 0) & ((upper < 0) | ((int)(magnitude >> 16) == upper));
+        }
+        for (Py_ssize_t i = 0; i < found; i++) counts[bits[i]]++;
     }
 }

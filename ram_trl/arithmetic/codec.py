@@ -10,6 +10,7 @@ the differences that are not 0. So the overlap of agents is counted from masks a
 changes does not even read them. docs/FORMAT.md describes the bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ __all__ = [
     "EncodedTile",
     "Layer",
     "apply_layer",
+    "apply_layers",
     "array_of",
     "codec_dtype",
     "encode_tile",
@@ -39,6 +41,7 @@ __all__ = [
     "is_finite",
     "is_mergeable",
     "to_ordered",
+    "unpack_layers",
 ]
 
 # A tile is coded on its own. 2**19 elements of 16 bits are 1 MiB: base, agents and result fit in a core's cache.
@@ -179,6 +182,49 @@ def apply_layer(values: Tensor, layer: Layer) -> None:
     difference = torch.zeros_like(values, dtype=_INTEGER[values.dtype])
     difference[mask] = unpack(layer.payload, count_ones(layer.bitmap))
     values.copy_(from_ordered(to_ordered(values) + difference, values.dtype))
+
+
+def apply_layers(base: Tensor, layers: Sequence[Layer], dtype: torch.dtype) -> Tensor:
+    """A copy of the base's values, in `dtype`, with the differences of some layers."""
+    values = base.to(dtype, copy=True)
+    for layer in layers:
+        apply_layer(values, layer)
+    return values
+
+
+def unpack_layers(
+    base: Tensor, layers: Sequence[Layer], dtype: torch.dtype, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """What some layers make of the base.
+
+    Args:
+        base (`Tensor`):
+            Parameters of the base model in their own dtype, flat, on the CPU.
+        layers (`Sequence[Layer]`):
+            One or two.
+        dtype (`torch.dtype`):
+            What their differences are in.
+        scratch ([`~ram_trl.threads.Scratch`]):
+            Memory for the result.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: the agent's values, and their differences from the base: float32, flat, valid until
+        this thread unpacks into the same memory again.
+
+    Raises:
+        CorruptedFileError: if a layer does not fit itself.
+    """
+    if not kernels.compiled or dtype.itemsize != 2:
+        values = apply_layers(base, layers, dtype).float()
+        return values, values - base.float()
+    rooms = (scratch.take(4 * base.numel(), kind) for kind in ("values", "deltas"))
+    values, deltas = (torch.from_numpy(room).view(torch.float32) for room in rooms)
+    parts = [part for layer in layers for part in (layer.bitmap, layer.payload)]
+    try:
+        kernels.compiled.update(array_of(base), KERNEL_DTYPES[dtype], array_of(values), array_of(deltas), *parts)
+    except ValueError as error:
+        raise CorruptedFileError(f"a tile is damaged: {error}") from error
+    return values, deltas
 
 
 def _split(base: Tensor, agent: Tensor) -> tuple[list[tuple[Layer, int]], bool]:

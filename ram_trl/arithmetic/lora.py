@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .select import keep
+
 
 __all__ = ["LoraFactors", "lora_delta", "visible_delta"]
 
@@ -42,4 +44,4 @@ def lora_delta(factors: LoraFactors, start: int, stop: int) -> Tensor:
 
 def visible_delta(delta: Tensor, base: Tensor) -> Tensor:
     """The delta where adding it changes the base in the base's own dtype, 0 elsewhere: what deployment executes."""
-    return delta * ((base.float() + delta).to(base.dtype) != base)
+    return keep((base.float() + delta).to(base.dtype) != base, delta)

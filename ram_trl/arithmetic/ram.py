@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .codec import array_of
 from .masks import unpack_bits
-from .select import select
+from .select import keep, select
 
 
 __all__ = [
@@ -109,7 +110,7 @@ def set_mask(update: TileUpdate, epsilon: float) -> TileUpdate:
 def mask_inactive_(update: TileUpdate, epsilon: float) -> TileUpdate:
     """Set the mask of equation 1, and zero the deltas outside it, in place."""
     set_mask(update, epsilon)
-    update.delta.mul_(update.active)
+    update.delta.copy_(keep(update.active, update.delta))
     return update
 
 
@@ -199,7 +200,7 @@ def selective_merge_tile(
         own = torch.add(update.value, update.delta, alpha=gain) if gain else update.value
         merged = select(update.active, own, merged)
         weighted_sum.add_(update.delta, alpha=weight)
-        weight_total.add_(update.active, alpha=weight)
+        weight_total.add_(update.active.float(), alpha=weight)
     shared_value = weighted_sum.div_(weight_total).add_(base)
     return select(overlap_counts(updates) > 1, shared_value, merged)
 
@@ -219,8 +220,11 @@ def unique_magnitudes(base: Tensor, written: Tensor, updates: Sequence[TileUpdat
         `list[tuple[float, float]]`: for every update the sum over its unique elements of (written - base) *
         sign(delta) and of |delta|.
     """
-    applied, unique = written.float() - base, overlap_counts(updates) == 1
-    magnitudes = []
+    applied = written.float() - base
+    if kernels.compiled and applied.device.type == "cpu":
+        agents = [(array_of(update.delta), update.active.numpy()) for update in updates]
+        return kernels.compiled.magnitudes(array_of(applied), agents)
+    unique, magnitudes = overlap_counts(updates) == 1, []
     for update in updates:
         # of another agent's unique elements too this one may have changed a little
         own = update.delta * (unique & update.active)

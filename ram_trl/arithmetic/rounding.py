@@ -10,7 +10,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from .codec import from_ordered, to_ordered
+from . import kernels
+from .codec import array_of, from_ordered, to_ordered
 from .select import select
 
 
@@ -56,6 +57,10 @@ def round_stochastic(tile: Tensor, dtype: torch.dtype, *, seed: int, name: str, 
 def uniform(numel: int, *, seed: int, name: str, start: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1), float32, flat: SplitMix64 at the counters `start ... start + numel - 1` of a named stream."""
     first = stream_state(seed=seed, name=name, start=start)
+    if kernels.compiled and device.type == "cpu":
+        drawn = torch.empty(numel)
+        kernels.compiled.uniform(array_of(drawn), first)
+        return drawn
     # in place: fresh memory takes longer to get than to fill
     state = torch.arange(numel, dtype=torch.int64, device=device).mul_(_GAMMA).add_(first)
     state.bitwise_xor_(_shift_right(state, 30)).mul_(_MIX_1)

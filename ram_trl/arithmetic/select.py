@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["select"]
+__all__ = ["keep", "select"]
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -25,3 +25,16 @@ def select(mask: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
     # all bits of an element set where the mask is
     wide = mask.to(integer).neg_()
     return (bits ^ other_bits).bitwise_and_(wide).bitwise_xor_(other_bits).view(chosen.dtype)
+
+
+def keep(mask: Tensor, values: Tensor) -> Tensor:
+    """The values where a mask is set, 0.0 elsewhere, by their bits: on a CPU a product takes ten times as long.
+
+    Args:
+        mask (`Tensor`):
+            bool, flat.
+        values (`Tensor`):
+            bfloat16, float16 or float32, flat.
+    """
+    integer = _INTEGERS[values.itemsize]
+    return mask.to(integer).neg_().bitwise_and_(values.view(integer)).view(values.dtype)

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import kernels
+from .codec import array_of
+
 
 __all__ = ["BUCKETS", "count_lower", "count_upper", "find_bucket", "magnitude_of"]
 
@@ -17,20 +20,32 @@ _HALF = 16
 BUCKETS = 2**_HALF
 
 
-def count_upper(values: Tensor) -> np.ndarray:
-    """How many values have each upper half; zeros are not counted. int64, of length `BUCKETS`."""
+def count_upper(values: Tensor, counts: np.ndarray) -> None:
+    """Count how many values have each upper half; zeros are not counted.
+
+    Args:
+        values (`Tensor`):
+            float32, flat, on any device.
+        counts (`np.ndarray`):
+            int64, of length `BUCKETS`: counts to add to, in place.
+    """
+    if kernels.compiled:
+        kernels.compiled.histogram(array_of(values.cpu()), -1, counts)
+        return
     bits = _magnitude_bits(values)
-    counts = np.bincount(bits >> _HALF, minlength=BUCKETS)
+    counts += np.bincount(bits >> _HALF, minlength=BUCKETS)
     # to count all and take zeros off is several times as fast as to pick the others out
     counts[0] -= bits.size - np.count_nonzero(bits)
-    return counts
 
 
-def count_lower(values: Tensor, upper: int) -> np.ndarray:
-    """How many values with this upper half have each lower half; zeros are not counted. int64, of length `BUCKETS`."""
+def count_lower(values: Tensor, upper: int, counts: np.ndarray) -> None:
+    """Count how many values with this upper half have each lower half. Arguments as [`count_upper`]."""
+    if kernels.compiled:
+        kernels.compiled.histogram(array_of(values.cpu()), upper, counts)
+        return
     bits = _magnitude_bits(values)
     inside = bits[bits >> _HALF == upper]
-    return np.bincount(inside[inside > 0] & (BUCKETS - 1), minlength=BUCKETS)
+    counts += np.bincount(inside[inside > 0] & (BUCKETS - 1), minlength=BUCKETS)
 
 
 def find_bucket(counts: np.ndarray, rank: int) -> tuple[int, int] | None:

@@ -1,9 +1,10 @@
 """The merge of one tile, from the agents' changes to rounded values, in one of two ways: torch or the compiled loops.
 
-Torch is the definition (`methods/`, `ram.py`, `rounding.py`) and runs on any device; for RAM's methods the compiled
-loops give the same bits in one pass over the tile.
+Torch is the definition (`methods/`, `ram.py`, `rounding.py`) and runs on any device; for RAM's methods, and for those
+that add up the changes, the compiled loops give the same bits in one pass over the tile.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CorruptedFileError
+from ..threads import Scratch
 from . import kernels
-from .codec import Layer, apply_layer, array_of, is_finite
+from .codec import Layer, array_of, is_finite, unpack_layers
 from .kernels import KERNEL_DTYPES
 from .methods import METHODS
 from .methods.method import TileContext
@@ -36,6 +38,9 @@ __all__ = [
 
 ENGINES = ("auto", "compiled", "eager")
 
+# Elements that torch merges at a time on a CPU: what is between two operations stays in a core's cache.
+_PIECE_NUMEL = 2**16
+
 
 @dataclass(frozen=True, slots=True)
 class PackedUpdate:
@@ -44,12 +49,12 @@ class PackedUpdate:
     Args:
         agent (`int`):
             Position of the agent in the merge.
-        layer ([`~ram_trl.arithmetic.codec.Layer`]):
-            Every change above the epsilon of the merge, and maybe others.
+        layers (`Sequence` of [`~ram_trl.arithmetic.codec.Layer`]):
+            One or two, with every change that the merge looks at.
     """
 
     agent: int
-    layer: Layer
+    layers: Sequence[Layer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,11 +172,27 @@ def merge_tile_eager(
             Fisher information of every agent, for a method that needs it: float32, flat, on the CPU.
     """
     diverged = [update.agent for update in updates if not is_finite(update.delta)]
+    numel, parts = base.numel(), []
+    step = numel if merge.device.type == "cuda" else _PIECE_NUMEL
     with _own_stream(merge.device):
-        finiteness, magnitudes = _merge_eager(
-            base, updates, merge, merge.context(name, start, fishers), out, merged_delta
-        )
-    return MergedTile(finiteness, diverged, magnitudes)
+        for at in range(0, numel, step):
+            piece = slice(at, min(at + step, numel))
+            parts.append(
+                _merge_eager(
+                    base[piece],
+                    [TileUpdate(update.agent, update.value[piece], update.delta[piece]) for update in updates],
+                    merge,
+                    merge.context(name, start + at, [fisher[piece] for fisher in fishers]),
+                    out[piece],
+                    None if merged_delta is None else merged_delta[piece],
+                )
+            )
+    worst = max((finiteness for finiteness, _ in parts), key=lambda finiteness: finiteness.value)
+    magnitudes = [
+        (math.fsum(after for after, _ in own), math.fsum(before for _, before in own))
+        for own in zip(*(magnitudes for _, magnitudes in parts), strict=True)
+    ]
+    return MergedTile(worst, diverged, magnitudes)
 
 
 def round_tile(base: Tensor, merge: TileMerge, name: str, start: int, out: Tensor) -> Finiteness:
@@ -183,24 +204,27 @@ def round_tile(base: Tensor, merge: TileMerge, name: str, start: int, out: Tenso
 def merge_tile_compiled(
     base: Tensor, updates: Sequence[TileUpdate | PackedUpdate], merge: TileMerge, name: str, start: int, out: Tensor
 ) -> MergedTile:
-    """Merge one tile with the compiled loops. Arguments as [`merge_tile_eager`]; for RAM's methods.
+    """Merge one tile with the compiled loops. Arguments as [`merge_tile_eager`]; for methods that have them.
 
     Raises:
         CorruptedFileError: if a packed update does not fit itself.
     """
-    agents = []
+    coefficients, agents = METHODS[merge.method].coefficients, []
+    is_sum = coefficients is not None
+    weights = coefficients(merge.context(name, start)) if is_sum else merge.weights
     for update in updates:
-        weight = merge.weights[update.agent]
-        gain = weight * merge.factors[update.agent] - 1.0
+        weight = weights[update.agent]
+        gain = 0.0 if is_sum else weight * merge.factors[update.agent] - 1.0
         if isinstance(update, PackedUpdate):
-            agents.append((True, update.layer.bitmap, update.layer.payload, gain, weight))
+            parts = [part for layer in update.layers for part in (layer.bitmap, layer.payload)]
+            agents.append((True, *parts[:2], gain, weight, *parts[2:]))
         else:
             agents.append((False, array_of(update.value), array_of(update.delta), gain, weight))
     key = stream_state(seed=merge.seed, name=name, start=start) if merge.rounding == "stochastic" else None
     dtypes = KERNEL_DTYPES[out.dtype], KERNEL_DTYPES[base.dtype]
     try:
         finiteness, are_agents_finite, magnitudes = kernels.compiled.merge(
-            array_of(out), dtypes[0], array_of(base), dtypes[1], agents, merge.epsilon, key
+            array_of(out), dtypes[0], array_of(base), dtypes[1], agents, merge.epsilon, key, is_sum
         )
     except ValueError as error:
         raise CorruptedFileError(f"a tile is damaged: {error}") from error
@@ -211,9 +235,7 @@ def merge_tile_compiled(
 def _is_update_finite(update: TileUpdate | PackedUpdate, base: Tensor) -> bool:
     if isinstance(update, TileUpdate):
         return is_finite(update.delta)
-    values = base.clone()
-    apply_layer(values, update.layer)
-    return is_finite(values.float() - base.float())
+    return is_finite(unpack_layers(base, update.layers, base.dtype, Scratch())[1])
 
 
 def _merge_eager(

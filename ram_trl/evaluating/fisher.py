@@ -1,26 +1,36 @@
-"""The diagonal Fisher information of an agent, from a user's examples: the mean square of per-example gradients."""
+"""The diagonal empirical Fisher information of an agent, from a user's examples: the mean square of their gradients.
 
-from collections.abc import Callable, Sequence
+Empirical: of the log-likelihood of the examples' own labels, not of what the model would say.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ..arithmetic.codec import is_mergeable
 from ..distributed import World
-from ..errors import UnsupportedModelError
+from ..errors import ConfigError, NonFiniteError, UnsupportedModelError
 from ..storage.base_model import open_recorded_base
 from ..storage.fisher import FISHER, FisherManifest, FisherStore
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.stream_writer import StreamWriter
 from ..version import __version__
+from .generation import is_conversation
 from .in_place import apply_agent
 
 
-__all__ = ["IGNORED", "estimate_fisher", "squared_gradients"]
+__all__ = ["IGNORED", "estimate_fisher", "read_examples", "squared_gradients"]
 
 # Label of a token that does not count, as transformers has it.
 IGNORED = -100
+
+_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 Example = tuple[list[int], list[int]]
 
@@ -59,6 +69,7 @@ def estimate_fisher(
 
     Raises:
         UnsupportedModelError: if parameters of the model have other names or shapes than the base's tensors.
+        NonFiniteError: if it holds NaN or infinity, as the model or an example gives it.
     """
     store = FisherStore(registry)
     base = world.run(lambda: open_recorded_base(agent, base_model))
@@ -82,13 +93,19 @@ def estimate_fisher(
             return squared_gradients(model, examples[world.rank :: world.size])
 
     sums = world.run(estimate)
-    means = {name: add_up(sums[name]).cpu() / len(examples) for name in wanted}
+    means = {name: (add_up(sums[name]).cpu() / len(examples)).to(torch.bfloat16) for name in wanted}
 
     def write() -> str:
+        for name, mean in means.items():
+            if not mean.isfinite().all():
+                raise NonFiniteError(
+                    f"the Fisher of agent {agent} over {len(examples):,} examples has NaN or infinity in tensor "
+                    f"{name!r}, so nothing was stored: look at the agent (did its training diverge?) and the examples"
+                )
         with store.stage(agent) as staged:
             writer = StreamWriter(staged / FISHER, wanted, {"format": "pt"})
             for name, mean in means.items():
-                writer.write(name, mean.to(torch.bfloat16))
+                writer.write(name, mean)
             writer.close()
             manifest = FisherManifest(
                 agent=str(agent),
@@ -127,3 +144,83 @@ def squared_gradients(model: nn.Module, examples: Sequence[Example]) -> dict[str
                 sums[name].addcmul_(parameter.grad, parameter.grad)
     model.zero_grad(set_to_none=True)
     return sums
+
+
+def read_examples(path: str, tokenizer: PreTrainedTokenizerBase, num_examples: int, max_length: int) -> list[Example]:
+    """Token ids and labels of the first examples of a file.
+
+    Args:
+        path (`str`):
+            A .json, .jsonl or .parquet file with columns `prompt` and `completion`, both text or both messages
+            (of which the completion counts), or `text`.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer; messages go through its chat template.
+        num_examples (`int`):
+            So many of its first rows.
+        max_length (`int`):
+            Tokens of an example; the rest is cut.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a row is no example.
+    """
+    from datasets import load_dataset
+
+    kind = _FORMATS.get(Path(path).suffix)
+    if kind is None:
+        raise ConfigError(f"{path} is none of {', '.join(_FORMATS)}")
+    try:
+        rows = load_dataset(kind, data_files=path, split="train")
+    except Exception as error:
+        # the readers of files raise errors of their own libraries
+        cause = error.__cause__ or error
+        problem = " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise ConfigError(f"{path} cannot be read: {problem}") from error
+    is_pair = {"prompt", "completion"} <= set(rows.column_names)
+    if not is_pair and "text" not in rows.column_names:
+        raise ConfigError(f"{path} has columns {rows.column_names}, not prompt and completion, nor text")
+    examples = []
+    for number, row in enumerate(rows.select(range(min(num_examples, len(rows)))), start=1):
+        tokens, labels = _tokens(row, is_pair, tokenizer, f"row {number} of {path}")
+        # the first token is not predicted from anything
+        if any(label != IGNORED for label in labels[1:max_length]):
+            examples.append((tokens[:max_length], labels[:max_length]))
+    if not examples:
+        raise ConfigError(f"{path} has no example with a token to predict")
+    return examples
+
+
+def _tokens(row: Mapping[str, Any], is_pair: bool, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
+    prompt, answer = (row["prompt"], row["completion"]) if is_pair else ("", row["text"])
+    is_chat = is_conversation(prompt) and is_conversation(answer)
+    if is_chat:
+        prompt, answer = _rendered(prompt, answer, tokenizer, where)
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        expected = "text, nor both messages: give both columns in one form" if is_pair else "text"
+        found = [row["prompt"], row["completion"]] if is_pair else row["text"]
+        raise ConfigError(f"{where} is not {expected}: {str(found)[:80]}")
+    # a chat template writes all special tokens itself
+    before = tokenizer(prompt, add_special_tokens=not is_chat)["input_ids"] if is_pair else []
+    counted = tokenizer(answer, add_special_tokens=not is_pair)["input_ids"]
+    return before + counted, [IGNORED] * len(before) + counted
+
+
+def _rendered(
+    prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[str, str]:
+    """Messages as text, as TRL makes it: the prompt that a completion would be generated from, and what follows it."""
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"{where} holds messages, but the base's tokenizer has no chat template: give text")
+    is_begun = prompt[-1]["role"] == "assistant"
+    try:
+        begun = tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
+        )
+        whole = tokenizer.apply_chat_template(prompt + answer, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where} does not fit the chat template of the base's tokenizer: {error}") from error
+    # some templates write an earlier turn in another way than the last one
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(begun, whole, strict=False))
+    shared = sum(1 for _ in equal)
+    return whole[:shared], whole[shared:]

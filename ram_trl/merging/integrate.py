@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ..arithmetic.defaults import RESCALING
+from ..arithmetic.methods import METHODS
 from ..distributed import SINGLE, World
 from ..errors import ConfigError, IncompatibleAgentError
 from ..progress import Progress
@@ -137,7 +139,9 @@ class Integration:
             raise ConfigError(
                 f"{unknown[0]!r} is no option of a merge; there are {', '.join((*_NO_SETTINGS, *known))}"
             )
-        MergeSettings(**settings)
+        method = METHODS[MergeSettings(**settings).method]
+        if method.rescale is None and (given := sorted({"r", "alpha"} & set(settings))):
+            raise ConfigError(f"method={method.name} has no {given[0]}, which is for {', '.join(RESCALING)}")
         parse_size(self.options.get("max_shard_size", "5GB"))
         agents, gate = self.options.get("agents"), self.options.get("gate")
         is_list = isinstance(agents, list | tuple) and all(isinstance(agent, str) for agent in agents)

@@ -21,6 +21,7 @@ from ..distributed import SINGLE, World
 from ..progress import Progress, meter
 from ..storage.checkpoint import CheckpointWriter, TensorWriter, copy_model_files, parse_size, plan_shards
 from ..storage.durable import check_output_dir, output_dir_stage, write_json
+from ..storage.fisher import StoredFisher
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.tensor_file import TensorFile
 from ..threads import in_threads
@@ -70,11 +71,11 @@ def merge_agents(
             `"ram_plus"` (equation 6), `"ram"` (no rescaling), `"ram_plus_soft"` (appendix E), or another one of
             [`~ram_trl.arithmetic.methods.METHODS`].
         method_options (`Mapping[str, float]`, *optional*):
-            Options of the method beside r and alpha, like `{"density": 0.1}` of `"ties"`; its paper's by default.
+            Options of the method beside r and alpha, like `{"density": 0.1}` of `"ties"`.
         r (`float`, *optional*, defaults to `0.1`):
-            Rescale strength.
+            Rescale strength of RAM's methods.
         alpha (`float`, *optional*, defaults to `2.0`):
-            Bound on rho in the rescale factor.
+            Bound on rho in their rescale factor.
         epsilon (`float`, *optional*, defaults to `1e-5`):
             A parameter counts as changed when it differs from the base by more than this.
         weights (`Mapping[str, float]`, *optional*):
@@ -87,7 +88,8 @@ def merge_agents(
             Seed of stochastic rounding, and of what a method does at random.
         engine (`str`, *optional*, defaults to `"auto"`):
             `"compiled"` (loops compiled for the CPU), `"eager"` (torch, on the GPU if there is one) or `"auto"`:
-            compiled where the installation has them and the method is one of RAM's. The bytes are the same.
+            compiled where the installation has them and the method is RAM's or a sum of the changes (average,
+            task_arithmetic, interpolation). The bytes are the same.
         max_shard_size (`str`, *optional*, defaults to `"5GB"`):
             Largest size of a weight file.
         base_model (`str`, *optional*):
@@ -219,7 +221,7 @@ def _probe(
 ) -> tuple[dict[str, Any], OverlapCounts, list[float]]:
     """Check the agents, count overlaps over the whole model, and find the rescale factors."""
     settings, progress = plan.settings, progress if world.is_main else None
-    world.run(lambda: _verify(plan.agents[world.rank :: world.size], progress))
+    world.run(lambda: _verify(plan.recorded[world.rank :: world.size], progress))
     names = plan.share(world.rank, world.size)
     advance = meter("probe", plan.nbytes(names), progress)
     local = world.run(lambda: probe_tensors(plan, names, advance))
@@ -232,7 +234,7 @@ def _probe(
         ]
     report = build_report(plan, counts, factors)
     if world.is_main:
-        if settings.engine == "auto" and kernels.compiled is None and method.rescale:
+        if settings.engine == "auto" and kernels.compiled is None and method.is_compiled:
             logger.warning(
                 "this installation has no compiled loops, torch merges in several times as long: install ram_trl "
                 "again where there is a C compiler"
@@ -269,11 +271,11 @@ def _prepare(
     return dataclasses.replace(how, thresholds=find_thresholds(plan, names, total, how, world, advance))
 
 
-def _verify(agents: Sequence[RegisteredAgent], progress: Progress | None) -> None:
-    """Check the digests of some of the agents' files."""
-    sizes = [sum(file.size for file in agent.manifest.files.values()) for agent in agents]
+def _verify(recorded: Sequence[RegisteredAgent | StoredFisher], progress: Progress | None) -> None:
+    """Check the digests of some of the files that are to be read."""
+    sizes = [sum(file.size for file in one.manifest.files.values()) for one in recorded]
     advance = meter("check", sum(sizes), progress)
-    for (_, size), _ in in_threads(lambda pair: pair[0].verify(), zip(agents, sizes, strict=True)):
+    for (_, size), _ in in_threads(lambda pair: pair[0].verify(), zip(recorded, sizes, strict=True)):
         advance(size)
 
 

@@ -105,9 +105,10 @@ def model_card(report: dict[str, Any], title: str) -> str:
 def _arguments(report: dict[str, Any]) -> str:
     agents = " ".join(f"{row['name']}@v{row['version']}" for row in report["agents"])
     weights = " ".join(f"{row['name']}@v{row['version']}={row['weight']!r}" for row in report["agents"])
-    options = ("method", "r", "alpha", "epsilon", "output_dtype", "rounding", "seed")
+    own = ("r", "alpha") if METHODS[report["method"]].rescale else ()
+    options = ("method", *own, "epsilon", "output_dtype", "rounding", "seed")
     listed = " ".join(f"--{option} {report[option]}" for option in options)
     if report["method_options"]:
-        own = " ".join(f"{name}={value!r}" for name, value in report["method_options"].items())
-        listed += f" --method_options {own}"
+        pairs = " ".join(f"{name}={value!r}" for name, value in report["method_options"].items())
+        listed += f" --method_options {pairs}"
     return f"--agents {agents} {listed} --weights {weights}"

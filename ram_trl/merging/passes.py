@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.codec import is_finite, is_mergeable
+from ..arithmetic.methods import METHODS
 from ..arithmetic.ram import OverlapCounts, TileUpdate, count_overlaps
 from ..arithmetic.tile import (
     Finiteness,
@@ -171,7 +172,7 @@ def _merge_block(
         inside = slice(start - block.start, stop - block.start)
         updates = _updates(plan, block.name, start, base[inside], how.ignored)
         if not updates and matrix is None:
-            _check_finite(block.name, round_tile(base[inside], how, block.name, start, merged[inside]), dtype)
+            _check_finite(block.name, round_tile(base[inside], how, block.name, start, merged[inside]), dtype, how)
             continue
         arguments = base[inside], updates, how, block.name, start, merged[inside]
         if plan.is_compiled:
@@ -179,10 +180,13 @@ def _merge_block(
         else:
             fishers = [fisher.read(block.name, start, stop).float() for fisher in plan.fishers]
             tile = merge_tile_eager(*arguments, None if matrix is None else matrix[start:stop], fishers)
+            if tile.finiteness is Finiteness.NOT_FINITE:
+                _check_fishers(plan, block.name, fishers)
         if tile.diverged:
-            _check_finite(block.name, Finiteness.FINITE if is_finite(base[inside]) else Finiteness.NOT_FINITE, dtype)
+            finiteness = Finiteness.FINITE if is_finite(base[inside]) else Finiteness.NOT_FINITE
+            _check_finite(block.name, finiteness, dtype, how)
             raise plan.vectors[tile.diverged[0]].diverged(block.name)
-        _check_finite(block.name, tile.finiteness, dtype)
+        _check_finite(block.name, tile.finiteness, dtype, how)
         magnitudes = [(0.0, 0.0)] * len(plan.agents)
         for update, pair in zip(updates, tile.magnitudes, strict=True):
             magnitudes[update.agent] = pair
@@ -204,12 +208,22 @@ def _updates(plan: MergePlan, name: str, start: int, base: Tensor, epsilon: floa
     return updates
 
 
-def _check_finite(name: str, finiteness: Finiteness, dtype: torch.dtype) -> None:
+def _check_finite(name: str, finiteness: Finiteness, dtype: torch.dtype, how: TileMerge) -> None:
     """Refuse to write NaN and infinity."""
     if finiteness is Finiteness.TOO_LARGE:
         raise NonFiniteError(f"merged tensor {name!r} has values beyond {dtype}: choose --output_dtype float32")
     if finiteness is Finiteness.NOT_FINITE:
-        raise NonFiniteError(f"merged tensor {name!r} has NaN or infinity: look at the base, and at weights and r")
+        factor = "r" if METHODS[how.method].rescale else f"the options of {how.method}"
+        raise NonFiniteError(
+            f"merged tensor {name!r} has NaN or infinity: look at the base, and at weights and {factor}"
+        )
+
+
+def _check_fishers(plan: MergePlan, name: str, fishers: Sequence[Tensor]) -> None:
+    """Refuse Fisher information with NaN or infinity."""
+    for stored, fisher in zip(plan.recorded[len(plan.agents) :], fishers, strict=True):
+        if not is_finite(fisher):
+            raise NonFiniteError(f"the Fisher of agent {stored.agent} has NaN or infinity in {name!r}: {stored.cure}")
 
 
 def _add_magnitudes(parts: list[Magnitudes]) -> Magnitudes:

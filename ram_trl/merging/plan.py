@@ -16,7 +16,7 @@ from ..arithmetic.tile import ENGINES
 from ..errors import ConfigError, CorruptedFileError
 from ..storage.base_model import check_records, check_same_base, open_recorded_base
 from ..storage.checkpoint import Checkpoint
-from ..storage.fisher import FisherStore
+from ..storage.fisher import FisherStore, StoredFisher
 from ..storage.manifest import TensorRecord
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.tensor_file import TensorFile, TensorInfo
@@ -84,7 +84,7 @@ class MergeSettings:
                 "engine=compiled, but this installation has no compiled loops: install ram_trl again where there is a "
                 "C compiler, or merge with --engine eager"
             )
-        if self.engine == "compiled" and not METHODS[self.method].rescale:
+        if self.engine == "compiled" and not METHODS[self.method].is_compiled:
             raise ConfigError(f"engine=compiled is not for method={self.method}: merge with --engine auto")
 
 
@@ -99,6 +99,8 @@ class MergePlan:
             Their task vectors, open.
         fishers (`list[TensorFile]`):
             Their Fisher information, open, if the method needs it.
+        recorded (`list[RegisteredAgent | StoredFisher]`):
+            Both as they are on disk, to be verified before anything is merged.
         base ([`~ram_trl.storage.checkpoint.Checkpoint`]):
             Base model, open.
         records (`dict[str, TensorRecord]`):
@@ -118,6 +120,7 @@ class MergePlan:
     agents: list[RegisteredAgent]
     vectors: list[TaskVector]
     fishers: list[TensorFile]
+    recorded: list[RegisteredAgent | StoredFisher]
     base: Checkpoint
     records: dict[str, TensorRecord]
     settings: MergeSettings
@@ -145,8 +148,7 @@ class MergePlan:
     def is_compiled(self) -> bool:
         """Whether the compiled loops merge, or torch."""
         settings = self.settings
-        has_loops = kernels.compiled is not None and METHODS[settings.method].rescale is not None
-        return has_loops and settings.engine != "eager"
+        return METHODS[settings.method].is_compiled and kernels.compiled is not None and settings.engine != "eager"
 
     def is_whole(self, name: str) -> bool:
         """Whether the method merges a tensor of the base as one matrix."""
@@ -214,10 +216,12 @@ def plan_merge(
     copies_of: dict[str, list[TensorInfo]] = {}
     for info in outputs:
         copies_of.setdefault(records[info.name].tied_to or info.name, []).append(info)
+    stored = [FisherStore(registry).get(agent) for agent in chosen] if METHODS[settings.method].needs_fisher else []
     return MergePlan(
         agents=chosen,
         vectors=vectors,
-        fishers=_open_fishers(registry, chosen, base, touched_by) if METHODS[settings.method].needs_fisher else [],
+        fishers=_open_fishers(stored, base, touched_by),
+        recorded=[*chosen, *stored],
         base=base,
         records=records,
         settings=settings,
@@ -228,14 +232,14 @@ def plan_merge(
     )
 
 
-def _open_fishers(
-    registry: AgentRegistry, agents: Sequence[RegisteredAgent], base: Checkpoint, touched: Iterable[str]
-) -> list[TensorFile]:
-    fishers = [FisherStore(registry).open(agent) for agent in agents]
-    for agent, fisher in zip(agents, fishers, strict=True):
+def _open_fishers(stored: Sequence[StoredFisher], base: Checkpoint, touched: Iterable[str]) -> list[TensorFile]:
+    fishers = [fisher.open_weights() for fisher in stored]
+    for fisher, file in zip(stored, fishers, strict=True):
         for name in touched:
-            if name not in fisher.tensors or fisher.tensors[name].shape != base.tensors[name].shape:
-                raise CorruptedFileError(f"the Fisher of agent {agent} has no tensor {name!r} of the base's shape")
+            if name not in file.tensors or file.tensors[name].shape != base.tensors[name].shape:
+                raise CorruptedFileError(
+                    f"the Fisher of agent {fisher.agent} has no tensor {name!r} of the base's shape: {fisher.cure}"
+                )
     return fishers
 
 

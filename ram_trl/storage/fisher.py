@@ -1,12 +1,12 @@
-"""Diagonal Fisher information of agents, beside their versions, which are immutable.
+"""Diagonal empirical Fisher information of agents, beside their versions, which are immutable.
 
 ```
 registry/fisher/math/v000001/fisher.safetensors     a bfloat16 tensor for every tensor of the base
                              manifest.json          of which agent, from how many examples, digests
 ```
 
-It is made from examples of the user's own (`recipes/fisher.py`), so an agent can do without it, and get another one.
-Only its range matters: bfloat16 has that of float32.
+It is made from examples of the user's own (`recipes/fisher.py`), so an agent can do without it, and get another one;
+it is removed with its agent. Only its range matters: bfloat16 has that of float32.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, CorruptedFileError
+from ..errors import ConfigError, CorruptedFileError, StorageError
 from .durable import explain_os_errors, make_dirs, publish, read_json, staging_dir, write_json
 from .manifest import FileRecord
 from .registry import AgentRegistry, RegisteredAgent
@@ -23,7 +23,7 @@ from .tensor_file import TensorFile
 from .versions import MANIFEST, file_records, verify_files
 
 
-__all__ = ["FISHER", "FisherManifest", "FisherStore"]
+__all__ = ["FISHER", "FisherManifest", "FisherStore", "StoredFisher"]
 
 FISHER = "fisher.safetensors"
 
@@ -55,6 +55,46 @@ class FisherManifest:
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFisher:
+    """The Fisher information of one agent.
+
+    Args:
+        agent (`str`):
+            Name and version of the agent.
+        path (`Path`):
+            Directory that holds it.
+        manifest ([`FisherManifest`]):
+            What is recorded of it.
+        cure (`str`):
+            What to do about damage.
+    """
+
+    agent: str
+    path: Path
+    manifest: FisherManifest
+    cure: str
+
+    def verify(self) -> None:
+        """Compare the file with its recorded size and digest.
+
+        Raises:
+            CorruptedFileError: if it is missing or changed.
+        """
+        verify_files(self.path, self.manifest.files, f"the Fisher of agent {self.agent}", self.cure)
+
+    def open_weights(self) -> TensorFile:
+        """The tensors, not verified.
+
+        Raises:
+            CorruptedFileError: if the file has no header that fits it.
+        """
+        try:
+            return TensorFile(self.path / FISHER)
+        except (CorruptedFileError, StorageError) as error:
+            raise CorruptedFileError(f"the Fisher of agent {self.agent}: {error}: {self.cure}") from error
+
+
 class FisherStore:
     """The Fisher information of a registry's agents.
 
@@ -64,11 +104,11 @@ class FisherStore:
     """
 
     def __init__(self, registry: AgentRegistry):
-        self._path = registry.path / "fisher"
+        self._registry = registry
 
     def directory(self, agent: RegisteredAgent) -> Path:
         """Where an agent's is, if it has one."""
-        return self._path / agent.name / f"v{agent.version:06d}"
+        return self._registry.fisher_dir(agent.name, agent.version)
 
     def check_absent(self, agent: RegisteredAgent) -> None:
         """Refuse to make what is there.
@@ -83,9 +123,10 @@ class FisherStore:
     def stage(self, agent: RegisteredAgent) -> Iterator[Path]:
         """A directory to write the file `FISHER` in. Nothing of it is visible until [`commit`]."""
         self.check_absent(agent)
-        with explain_os_errors(f"writing to {self._path}"):
-            make_dirs(self.directory(agent).parent)
-            with staging_dir(self.directory(agent).parent) as staged:
+        folder = self.directory(agent).parent
+        with explain_os_errors(f"writing to {folder}"):
+            make_dirs(folder)
+            with staging_dir(folder) as staged:
                 yield staged
 
     def commit(self, staged: Path, agent: RegisteredAgent, manifest: FisherManifest) -> Path:
@@ -95,26 +136,26 @@ class FisherStore:
         publish(staged, self.directory(agent))
         return self.directory(agent)
 
-    def open(self, agent: RegisteredAgent) -> TensorFile:
-        """An agent's Fisher information, verified.
+    def get(self, agent: RegisteredAgent) -> StoredFisher:
+        """An agent's Fisher information; its bytes are not read.
 
         Raises:
             ConfigError: if it has none, or one of another agent of its name; with the command that makes it.
-            CorruptedFileError: if the file is not what was written.
+            CorruptedFileError: if its manifest is damaged.
         """
         path = self.directory(agent)
-        command = f"accelerate launch recipes/fisher.py --registry {self._path.parent} --agent {agent} --dataset DATA"
+        command = (
+            f"accelerate launch recipes/fisher.py --registry {self._registry.path} --agent {agent} --dataset DATA"
+        )
         if not path.exists():
             raise ConfigError(f"agent {agent} has no Fisher information, which method=fisher needs: {command}")
+        cure = f"remove {path}, then {command}"
         try:
             content = read_json(path / MANIFEST)
             files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
             manifest = FisherManifest(**content, files=files)
         except (TypeError, KeyError, AttributeError) as error:
-            raise CorruptedFileError(
-                f"{path / MANIFEST} is damaged: {error}; remove {path}, then {command}"
-            ) from error
+            raise CorruptedFileError(f"{path / MANIFEST} is damaged: {error}; {cure}") from error
         if manifest.agent_digest != agent.manifest.to_dict()["digest"]:
             raise ConfigError(f"{path} is of another agent of the name {agent}: remove it, then {command}")
-        verify_files(path, manifest.files, f"the Fisher of agent {agent}", f"remove {path}, then {command}")
-        return TensorFile(path / FISHER)
+        return StoredFisher(str(agent), path, manifest, cure)

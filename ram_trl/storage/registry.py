@@ -8,7 +8,8 @@ registry/agents/math/v000001/manifest.json       what it is, and the digests of 
                              adapter_map.json    a LoRA agent: which base tensor each factor changes
 ```
 
-The models that were merged of them are in `registry/generalists` (`generalists.py`).
+The models that were merged of them are in `registry/generalists` (`generalists.py`), the agents' Fisher information in
+`registry/fisher` (`fisher.py`).
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from .durable import explain_os_errors, read_json, write_json
 from .generalists import GeneralistStore
 from .manifest import LoraRecord, Manifest, TensorRecord
 from .tensor_file import TensorFile
-from .versions import MANIFEST, VersionStore, check_name, file_records, verify_file, verify_files
+from .versions import MANIFEST, VersionStore, check_name, discard, file_records, verify_file, verify_files
 
 
 __all__ = [
@@ -191,7 +192,7 @@ class AgentRegistry:
             return RegisteredAgent(manifest.agent, number, self._store.version_dir(manifest.agent, number), manifest)
 
     def remove(self, spec: str) -> list[str]:
-        """Remove one version (`"math@v2"`) or all of an agent's (`"math"`), damaged ones too.
+        """Remove one version (`"math@v2"`) or all of an agent's (`"math"`), damaged ones too, with their Fisher.
 
         Returns:
             `list[str]`: the versions that were removed. Their numbers are not used again.
@@ -199,8 +200,15 @@ class AgentRegistry:
         name, numbers = self._find(spec)
         with explain_os_errors(f"removing agent {spec}"):
             for number in numbers:
+                # first, as nothing would find it without the agent
+                if self.fisher_dir(name, number).exists():
+                    discard(self.fisher_dir(name, number))
                 self._store.remove(name, number)
         return [f"{name}@v{number}" for number in numbers]
+
+    def fisher_dir(self, name: str, number: int) -> Path:
+        """Where the Fisher information of an agent's version is, if it has one."""
+        return self.path / "fisher" / name / f"v{number:06d}"
 
     def _find(self, spec: str) -> tuple[str, list[int]]:
         # a name is refused before the registry is missed

@@ -26,7 +26,7 @@ from .durable import (
 from .manifest import FileRecord
 
 
-__all__ = ["MANIFEST", "VersionStore", "check_name", "file_records", "verify_file", "verify_files"]
+__all__ = ["MANIFEST", "VersionStore", "check_name", "discard", "file_records", "verify_file", "verify_files"]
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -115,13 +115,7 @@ class VersionStore:
         """Remove a version, a damaged one too. Its number is not used again."""
         path = self.version_dir(name, number)
         path.with_name(f"{path.name}.removed").touch()
-        hidden = path.with_name(f"{STAGING_PREFIX}{uuid.uuid4().hex}")
-        path.rename(hidden)
-        sync_dir(path.parent)
-        if hidden.is_dir() and not hidden.is_symlink():
-            shutil.rmtree(hidden)
-        else:
-            hidden.unlink()
+        discard(path)
 
     def _parse(self, spec: str) -> tuple[str, int | None]:
         if not isinstance(spec, str):
@@ -143,6 +137,17 @@ class VersionStore:
         except OSError as error:
             raise StorageError(f"cannot read {self.path / name}: {error.strerror}") from error
         return [int(match[1]) for entry in entries if (match := pattern.fullmatch(entry))]
+
+
+def discard(path: Path) -> None:
+    """Remove a directory, or what is in its place, so that nobody sees a part of it."""
+    hidden = path.with_name(f"{STAGING_PREFIX}{uuid.uuid4().hex}")
+    path.rename(hidden)
+    sync_dir(path.parent)
+    if hidden.is_dir() and not hidden.is_symlink():
+        shutil.rmtree(hidden)
+    else:
+        hidden.unlink()
 
 
 def check_name(name: str, kind: str) -> None:

@@ -3,25 +3,22 @@
 import math
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from ..ram import TileUpdate
-from .method import Method, TileContext, weighted_sum
+from .method import TileContext, sum_method
 
 
-__all__ = ["AVERAGE", "merge_tile"]
+__all__ = ["AVERAGE"]
 
 
-def merge_tile(base: Tensor, updates: Sequence[TileUpdate], context: TileContext) -> Tensor:
+def _coefficients(context: TileContext) -> Sequence[float]:
     """Base + sum_t w_t delta_t / sum_t w_t, over all agents of the merge: one that changed nothing counts too."""
     total = math.fsum(context.weights)
-    return weighted_sum(base, updates, [weight / total for weight in context.weights])
+    return [weight / total for weight in context.weights]
 
 
-AVERAGE = Method(
+AVERAGE = sum_method(
+    _coefficients,
     name="average",
     title="plain average",
     summary="Every parameter is the mean of the agents' own.",
     paper="2203.05482",
-    merge_tile=merge_tile,
 )

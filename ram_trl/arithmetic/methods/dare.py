@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..ram import TileUpdate
 from ..rounding import uniform
+from ..select import keep
 from .method import Method, Option, TileContext
 from .task_arithmetic import SCALING
 
 
-__all__ = ["DARE", "DROP_RATE", "drop_and_rescale"]
+__all__ = ["DARE", "DROP_RATE", "drop", "rescaled"]
 
 # The paper searches 0.1 to 0.9; 0.2 is what the authors' repository merges language models with.
 DROP_RATE = Option(default=0.2, low=0.0, high=0.999)
 
 
-def drop_and_rescale(update: TileUpdate, context: TileContext) -> Tensor:
-    """An agent's changes: each 0 with probability p = `drop_rate`, else divided by 1 - p. Float32, flat."""
-    drop_rate = context.options["drop_rate"]
+def drop(update: TileUpdate, context: TileContext) -> Tensor:
+    """An agent's changes, each 0 with probability p = `drop_rate`: float32, flat. They are not divided by 1 - p."""
     drawn = uniform(
         update.delta.numel(),
         seed=context.seed,
@@ -29,15 +29,23 @@ def drop_and_rescale(update: TileUpdate, context: TileContext) -> Tensor:
         start=context.start,
         device=update.delta.device,
     )
-    return (update.delta * (drawn >= drop_rate)).div_(1.0 - drop_rate)
+    return keep(drawn >= context.options["drop_rate"], update.delta)
+
+
+def rescaled(context: TileContext) -> float:
+    """The scaling, with the division by 1 - p that makes up for what was dropped.
+
+    Trimming, electing and averaging are the same at any scale. On the changes themselves processors divide differently
+    in the last bit, and a GPU would trim others of equal size than those that the CPU counted.
+    """
+    return context.options["scaling"] / (1.0 - context.options["drop_rate"])
 
 
 def _merge_tile(base: Tensor, updates: Sequence[TileUpdate], context: TileContext) -> Tensor:
-    """Base + scaling * sum_t w_t (what is left of delta_t)."""
-    merged = base.clone()
+    """Base + scaling / (1 - p) * sum_t w_t (what is left of delta_t)."""
+    merged, scaling = base.clone(), rescaled(context)
     for update in updates:
-        weight = context.weights[update.agent]
-        merged.add_(drop_and_rescale(update, context), alpha=context.options["scaling"] * weight)
+        merged.add_(drop(update, context), alpha=scaling * context.weights[update.agent])
     return merged
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..ram import TileUpdate
-from .dare import DROP_RATE, drop_and_rescale
+from .dare import DROP_RATE, drop, rescaled
 from .method import Method, TileContext
 from .ties import DENSITY, PER_TENSOR, SCALING, elect_and_average, keep_largest
 
@@ -18,10 +18,10 @@ __all__ = ["DARE_TIES"]
 
 
 def _merge_tile(base: Tensor, updates: Sequence[TileUpdate], context: TileContext) -> Tensor:
-    """Base + scaling * disjoint mean of what is left of the changes."""
-    trimmed = [keep_largest(drop_and_rescale(update, context), context.thresholds[update.agent]) for update in updates]
+    """Base + scaling / (1 - p) * disjoint mean of what is left of the changes."""
+    trimmed = [keep_largest(drop(update, context), context.thresholds[update.agent]) for update in updates]
     weights = [context.weights[update.agent] for update in updates]
-    return base.add(elect_and_average(trimmed, weights), alpha=context.options["scaling"])
+    return base.add(elect_and_average(trimmed, weights), alpha=rescaled(context))
 
 
 DARE_TIES = Method(
@@ -31,5 +31,5 @@ DARE_TIES = Method(
     paper="2311.03099",
     merge_tile=_merge_tile,
     options={"drop_rate": DROP_RATE, "density": DENSITY, "scaling": SCALING, "per_tensor": PER_TENSOR},
-    trimmed_from=drop_and_rescale,
+    trimmed_from=drop,
 )

@@ -1,7 +1,8 @@
 """Fisher merging ([2111.09832](https://huggingface.co/papers/2111.09832)): a mean weighted by how sure each agent is.
 
-The diagonal Fisher information F of an agent is the mean square of the gradient of its log-likelihood over examples of
-its task (`recipes/fisher.py`). An agent that did not change a parameter has a say in it all the same.
+F is the diagonal of an agent's empirical Fisher information: the mean square of the gradient of its log-likelihood
+over examples of its task (`recipes/fisher.py`), of their own labels, where the paper takes the expectation over what
+the model would say. An agent that did not change a parameter has a say in it all the same.
 """
 
 from collections.abc import Sequence

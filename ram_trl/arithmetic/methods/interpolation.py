@@ -7,26 +7,23 @@ With one agent it is the merge step of Iterative Model Merging
 import math
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from ..ram import TileUpdate
-from .method import Method, Option, TileContext, weighted_sum
+from .method import Option, TileContext, sum_method
 
 
 __all__ = ["INTERPOLATION"]
 
 
-def _merge_tile(base: Tensor, updates: Sequence[TileUpdate], context: TileContext) -> Tensor:
+def _coefficients(context: TileContext) -> Sequence[float]:
     """(1 - t) * base + t * sum_t w_t theta_t / sum_t w_t."""
     share = context.options["t"] / math.fsum(context.weights)
-    return weighted_sum(base, updates, [share * weight for weight in context.weights])
+    return [share * weight for weight in context.weights]
 
 
-INTERPOLATION = Method(
+INTERPOLATION = sum_method(
+    _coefficients,
     name="interpolation",
     title="linear interpolation",
     summary="Every parameter is a point on the line from the base to the mean of the agents.",
     paper="2503.02103",
-    merge_tile=_merge_tile,
     options={"t": Option(default=0.5, low=0.0, high=1.0)},
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from ...errors import ConfigError
 from ..ram import TileUpdate
 
 
-__all__ = ["Method", "Option", "TileContext", "fill_options", "weighted_sum"]
+__all__ = ["Method", "Option", "TileContext", "fill_options", "sum_method"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +20,22 @@ class Option:
 
     Args:
         default (`float`):
-            The paper's value.
+            The value if it is not set; docs/METHODS.md says whose.
         low (`float`):
             Smallest value that makes sense.
         high (`float`):
             Largest value that makes sense.
         whole (`bool`, *optional*, defaults to `False`):
             Whether it must be an integer.
+        at_most (`str`, *optional*):
+            Another option of the method, which it must not exceed.
     """
 
     default: float
     low: float
     high: float
     whole: bool = False
+    at_most: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +97,8 @@ class Method:
             Whether only changes of more than epsilon count (equation 1). All others are zeroed for it.
         rescale (`Callable[..., float]`, *optional*):
             RAM's methods alone: lambda from rho, r and alpha. The compiled loops do their work.
+        coefficients (`Callable[[TileContext], Sequence[float]]`, *optional*):
+            Of a method that adds up the deltas ([`sum_method`]): each agent's factor. The compiled loops do its work.
         trimmed_from (`Callable[[TileUpdate, TileContext], Tensor]`, *optional*):
             For methods that keep the largest changes of each agent: the vector (float32, flat, a tile of it) of which
             the share `density` is kept, of the whole model, or of each tensor if `per_tensor` is 1.
@@ -111,9 +117,15 @@ class Method:
     options: Mapping[str, Option] = field(default_factory=dict)
     is_masked: bool = False
     rescale: Callable[..., float] | None = None
+    coefficients: Callable[[TileContext], Sequence[float]] | None = None
     trimmed_from: Callable[[TileUpdate, TileContext], Tensor] | None = None
     merge_matrix: Callable[[Iterable[tuple[int, Tensor]], TileContext], Tensor] | None = None
     needs_fisher: bool = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled loops do its work, where the installation has them."""
+        return self.rescale is not None or self.coefficients is not None
 
 
 def fill_options(method: Method, given: Mapping[str, float]) -> dict[str, float]:
@@ -135,12 +147,27 @@ def fill_options(method: Method, given: Mapping[str, float]) -> dict[str, float]
             raise ConfigError(
                 f"method_options: {name}={values[name]:g} must be {kind} from {option.low:g} to {option.high:g}"
             )
+        if option.at_most and values[name] > values[option.at_most]:
+            raise ConfigError(
+                f"method_options: {name}={values[name]:g} must be at most {option.at_most}={values[option.at_most]:g}"
+            )
     return values
 
 
-def weighted_sum(base: Tensor, updates: Sequence[TileUpdate], factors: Sequence[float]) -> Tensor:
-    """Base plus the sum of the deltas, each times the factor of its agent: float32, flat."""
-    merged = torch.zeros_like(base)
-    for update in updates:
-        merged.add_(update.delta, alpha=factors[update.agent])
-    return merged.add_(base)
+def sum_method(coefficients: Callable[[TileContext], Sequence[float]], **row: Any) -> Method:
+    """A method that adds up the deltas: base + sum_t k_t delta_t.
+
+    Args:
+        coefficients (`Callable[[TileContext], Sequence[float]]`):
+            The factor k of every agent of the merge; the same for all tiles.
+        **row:
+            Arguments of [`Method`].
+    """
+
+    def merge_tile(base: Tensor, updates: Sequence[TileUpdate], context: TileContext) -> Tensor:
+        factors, merged = coefficients(context), torch.zeros_like(base)
+        for update in updates:
+            merged.add_(update.delta, alpha=factors[update.agent])
+        return merged.add_(base)
+
+    return Method(merge_tile=merge_tile, coefficients=coefficients, **row)

@@ -20,8 +20,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from .average import merge_tile
-from .matrices import one_thread
+from .average import AVERAGE
+from .matrices import in_panels, leading_vector, one_thread
 from .method import Method, Option, TileContext
 
 
@@ -49,10 +49,10 @@ def _merge_matrix(deltas: Iterable[tuple[int, Tensor]], context: TileContext) ->
         share = weights[agent] / total
         if direction is None:
             direction, mean = torch.zeros_like(delta), torch.zeros_like(delta)
+        head = _leading_part(delta, share)
+        if head is None:
+            continue
         with one_thread():
-            head = _leading_part(delta, share)
-            if head is None:
-                continue
             heads.append(head)
             residual = torch.addr(delta, head.left, head.right, alpha=-1.0)
             mean.add_(residual, alpha=share)
@@ -68,15 +68,17 @@ def _merge_matrix(deltas: Iterable[tuple[int, Tensor]], context: TileContext) ->
 
 
 def _leading_part(delta: Tensor, weight: float) -> _Head | None:
-    """The part along the largest singular value, from the eigenvectors of the smaller product; `None` of a 0."""
+    """The part along the largest singular value; `None` of a 0."""
     is_wide = delta.shape[0] <= delta.shape[1]
-    narrow = (delta if is_wide else delta.T).double()
-    values, vectors = torch.linalg.eigh(narrow @ narrow.T)
-    if values[-1] <= 0:
+    long = delta.T if is_wide else delta
+    vector = leading_vector(long)
+    if vector is None:
         return None
-    vector = vectors[:, -1]
-    other = narrow.T @ vector
-    left, right = (vector, other) if is_wide else (other / other.norm(), vector * other.norm())
+    other = vector.new_empty(len(long))
+    in_panels(lambda rows: other[rows].copy_(long[rows].double() @ vector), len(long))
+    with one_thread():
+        norm = torch.linalg.vector_norm(other)
+    left, right = (vector, other) if is_wide else (other / norm, vector * norm)
     return _Head(weight, left.float(), right.float())
 
 
@@ -131,10 +133,10 @@ RESMERGE = Method(
     summary="Of each linear layer the residuals beside the leading direction are merged along what they have in "
     "common; everything else is averaged.",
     paper="2606.02252",
-    merge_tile=merge_tile,
+    merge_tile=AVERAGE.merge_tile,
     merge_matrix=_merge_matrix,
     options={
-        "beta_min": Option(default=0.7, low=0.0, high=1.0),
+        "beta_min": Option(default=0.7, low=0.0, high=1.0, at_most="beta_max"),
         "beta_max": Option(default=1.0, low=0.0, high=1.0),
         "head": Option(default=0.2, low=0.0, high=10.0),
     },

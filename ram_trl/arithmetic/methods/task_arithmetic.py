@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from ..ram import TileUpdate
-from .method import Method, Option, TileContext, weighted_sum
+from .method import Option, TileContext, sum_method
 
 
 __all__ = ["SCALING", "TASK_ARITHMETIC"]
@@ -14,16 +11,16 @@ __all__ = ["SCALING", "TASK_ARITHMETIC"]
 SCALING = Option(default=0.4, low=0.0, high=10.0)
 
 
-def _merge_tile(base: Tensor, updates: Sequence[TileUpdate], context: TileContext) -> Tensor:
+def _coefficients(context: TileContext) -> Sequence[float]:
     """Base + scaling * sum_t w_t delta_t."""
-    return weighted_sum(base, updates, [context.options["scaling"] * weight for weight in context.weights])
+    return [context.options["scaling"] * weight for weight in context.weights]
 
 
-TASK_ARITHMETIC = Method(
+TASK_ARITHMETIC = sum_method(
+    _coefficients,
     name="task_arithmetic",
     title="Task Arithmetic",
     summary="The agents' changes are added, all times the same factor.",
     paper="2212.04089",
-    merge_tile=_merge_tile,
     options={"scaling": SCALING},
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ram import TileUpdate
+from ..select import keep
 from .method import Method, Option, TileContext
 
 
@@ -21,6 +22,8 @@ DENSITY = Option(default=0.2, low=1e-6, high=1.0)
 SCALING = Option(default=1.0, low=0.0, high=10.0)
 # 1 chooses the largest of every tensor, as MergeKit does, and not of the whole task vector.
 PER_TENSOR = Option(default=0.0, low=0.0, high=1.0, whole=True)
+
+_FLOOR = 1e-30
 
 
 def _changes(update: TileUpdate, context: TileContext) -> Tensor:
@@ -36,7 +39,7 @@ def _merge_tile(base: Tensor, updates: Sequence[TileUpdate], context: TileContex
 
 def keep_largest(delta: Tensor, threshold: float) -> Tensor:
     """The changes of at least this magnitude, 0 elsewhere."""
-    return delta * (delta.abs() >= threshold)
+    return keep(delta.abs() >= threshold, delta)
 
 
 def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -58,9 +61,10 @@ def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float]) -> Ten
     total, agreeing = torch.zeros_like(mass), torch.zeros_like(mass)
     for delta, weight in zip(deltas, weights, strict=True):
         agrees = delta * elected > 0
-        total.add_(delta * agrees, alpha=weight)
-        agreeing.add_(agrees, alpha=weight)
-    return total.div_(agreeing.add_(agreeing == 0))
+        total.add_(keep(agrees, delta), alpha=weight)
+        agreeing.add_(agrees.float(), alpha=weight)
+    # weights are larger: where nobody agrees 0 is left
+    return total.div_(agreeing.clamp_(min=_FLOOR))
 
 
 TIES = Method(

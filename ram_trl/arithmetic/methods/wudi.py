@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .average import merge_tile
+from .average import AVERAGE
 from .matrices import in_panels
 from .method import Method, Option, TileContext
 
@@ -76,7 +76,7 @@ WUDI = Method(
     title="WUDI-Merging",
     summary="Each linear layer is optimised until it interferes least with any agent; everything else is averaged.",
     paper="2503.08099",
-    merge_tile=merge_tile,
+    merge_tile=AVERAGE.merge_tile,
     merge_matrix=_merge_matrix,
     options={
         "steps": Option(default=300.0, low=0.0, high=100_000.0, whole=True),
