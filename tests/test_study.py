@@ -188,8 +188,6 @@ def by_task(scores: list[float]) -> dict[str, float]:
 
 def cell(merged: float = 0.5) -> list[dict]:
     """One seed: a gains 0.4, b gains 0.2, c gains 0.04, which is too little."""
-    searched = row("ram_plus, best epsilon", [0.2, 0.2, 0.1], "abc")
-    searched["agents"] = {task: {"density": 0.0} for task in "abc"}
     agents = {"a": [0.6, 0.2, 0.1], "b": [0.1, 0.4, 0.1], "c": [0.2, 0.2, 0.14]}
     return [
         {"num_prompts": 100, "agents": {}},
