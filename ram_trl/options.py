@@ -146,10 +146,21 @@ def read_yaml(path: str) -> Any:
     # most merges are told by options alone, and start without it
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is there twice, of which YAML's own takes the last."""
+
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if (key.tag, key.value) in seen and isinstance(key, yaml.ScalarNode):
+                    raise yaml.YAMLError(f"{key.value!r} is there twice")
+                seen.add((key.tag, str(key.value)))
+            return super().construct_mapping(node, deep)
+
     try:
         if Path(path).stat().st_size > _LARGEST_CONFIG or not (Path(path).is_file() or Path(path).is_dir()):
             raise ConfigError(f"{path} is not a file of options")
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Evaluate the base, the agents of a registry and what they were merged into, by reward or by benchmark.
+"""Evaluate the base, the agents of a registry and what they were merged into: rewards, benchmarks, perplexity.
 
 # a directory that recipes/merge.py wrote; tasks.yaml names the tasks (docs/EVALUATION.md)
 accelerate launch recipes/evaluate.py --registry registry --tasks tasks.yaml --merged merged --output_dir evaluation

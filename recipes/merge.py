@@ -47,6 +47,7 @@ def evaluate(config, report, directory, tasks, world):
     output_dir = config.eval_output_dir or f"{config.output_dir.rstrip('/')}-evaluation"
     agents = [f"{row['name']}@v{row['version']}" for row in report["agents"]]
     arguments = {"agents": agents, "merged": [directory], "base_model": config.base_model}
+    content = None
     try:
         with progress_bar(unit=" completions") as progress:
             content = evaluate_models(config.registry, tasks, output_dir, **arguments, world=world, progress=progress)
@@ -57,6 +58,10 @@ def evaluate(config, report, directory, tasks, world):
         if not isinstance(error, RamTrlError):
             # nobody foresaw it, so its place is told
             traceback.print_exc()
+    if world.is_main and content is not None:
+        # of a model that cannot be evaluated there is the base and its agents
+        print(format_evaluation(content))
+        print(f"evaluation: {output_dir}")
     if problem:
         if world.is_main:
             words = ["--registry", config.registry, "--tasks", config.eval, "--output_dir", output_dir]
@@ -66,9 +71,6 @@ def evaluate(config, report, directory, tasks, world):
             print(f"error: the merged model was not evaluated: {problem}; try again with", file=sys.stderr)
             print(f"  accelerate launch recipes/evaluate.py {shlex.join(words)}", file=sys.stderr)
         sys.exit(NOT_EVALUATED)
-    if world.is_main:
-        print(format_evaluation(content))
-        print(f"evaluation: {output_dir}")
 
 
 def main() -> None:

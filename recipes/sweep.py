@@ -28,6 +28,8 @@ from ram_trl.terminal import exit_on_error, progress_bar
 
 # Merges that a search tries if nobody says how many.
 NUM_TRIALS = 30
+# Some merge of a grid has no score, the rest was evaluated.
+NOT_EVALUATED = 3
 
 
 @dataclass(kw_only=True)
@@ -68,47 +70,35 @@ def main() -> None:
         # imported here: --help and mistakes in the options answer at once
         try:
             import matplotlib  # noqa: F401
+
+            if config.search is not None:
+                import optuna  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"a sweep draws a picture: pip install 'ram_trl[sweep]' ({error})") from error
+            raise ConfigError(f"a sweep needs more libraries: pip install 'ram_trl[sweep]' ({error})") from error
         from ram_trl.distributed import leave_world, start_world
-        from ram_trl.evaluating.evaluate import Evaluator
         from ram_trl.evaluating.tasks import read_tasks
-        from ram_trl.storage.registry import AgentRegistry
-        from ram_trl.sweeping.result import check_tasks
-        from ram_trl.sweeping.search import check_optuna
         from ram_trl.sweeping.space_file import read_space
         from ram_trl.sweeping.sweep import Sweep
 
-        if config.search is not None:
-            check_optuna()
-        world, tasks, registry = start_world(cpu=config.cpu), read_tasks(config.tasks), AgentRegistry(config.registry)
-        check_tasks(tasks)
-        # the agents that there are now, on all ranks, whatever is registered meanwhile
-        space = world.run_on_main(lambda: read_space(config.grid or config.search).pinned(registry, config.agents))
-        arguments = {**config.evaluation_arguments(), "agents": space.agents}
+        world, arguments = start_world(cpu=config.cpu), config.evaluation_arguments()
+        # it tries merges of its own
         del arguments["merges"]
+        arguments |= {"tasks": read_tasks(config.tasks), "space": read_space(config.grid or config.search)}
         with progress_bar(unit=" completions") as progress:
-            result = Sweep(
-                Evaluator(tasks=tasks, **arguments, world=world, progress=progress),
-                space,
-                config.output_dir,
-                registry=registry,
-                base_model=config.base_model,
-                num_trials=config.num_trials,
-                seed=config.seed,
-                world=world,
-            ).run()
+            result = Sweep(**arguments, num_trials=config.num_trials, world=world, progress=progress).run()
         if result.best is None:
-            problem = next(iter(result.failed.values()), "some task gave none of them a score")
-            raise ConfigError(f"none of the {len(result.trials)} merges could be evaluated: {problem}")
+            problem = next(iter(result.unscored.values()))
+            raise ConfigError(f"none of the {len(result.trials)} merges has a score: {problem}")
         if world.is_main:
             print(result.text())
-            for name, problem in result.failed.items():
-                print(f"not evaluated: {name}: {problem}")
+            for name, problem in result.unscored.items():
+                print(f"no score: {name}: {problem}")
+            if config.search is not None and len(result.trials) < config.num_trials:
+                print(f"ended after {len(result.trials)} trials: no other merge was found")
             print(f"best (*) by the {result.measure}: {result.best}")
             print(f"merge it with recipes/merge.py --config {config.output_dir}/best.yaml --output_dir DIR")
-        if result.failed and config.grid is not None:
-            sys.exit(3)
+        if result.unscored and config.grid is not None:
+            sys.exit(NOT_EVALUATED)
         leave_world()
 
 

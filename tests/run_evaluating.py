@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import sys
 
 
 CALLS = []
@@ -83,6 +84,23 @@ def words(completions, **kwargs):
     return ["good"] * len(completions)
 
 
+def huge(completions, **kwargs):
+    return [1e200] * len(completions)
+
+
+def by_name(completions, **kwargs):
+    return dict.fromkeys(map(str, range(len(completions))), 1.0)
+
+
+def leaves(completions, **kwargs):
+    sys.exit(0)
+
+
+def takes_away(prompts, **kwargs):
+    prompts.pop()
+    return [1.0] * len(prompts)
+
+
 def raises(completions, **kwargs):
     raise RuntimeError("no connection\nto the judge")
 
@@ -100,6 +118,19 @@ def breaks_restoring_on_rank_1(completions, **kwargs):
 
         in_place.digest_piece = lambda piece: os.urandom(8)
     return letters(completions)
+
+
+def takes_all_memory_of_rank_1(completions, **kwargs):
+    """From now on rank 1 runs out of memory when it is to become a merge."""
+    if os.environ.get("RANK") == "1":
+        from ram_trl.evaluating import rows
+
+        rows.apply_merge = refuse_memory
+    return letters(completions)
+
+
+def refuse_memory(*_, **__):
+    raise MemoryError("no room")
 
 
 def letters_until_killed(completions, **kwargs):

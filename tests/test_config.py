@@ -107,6 +107,12 @@ def test_a_mistake_on_the_command_line_is_one_line(words, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", ["text: a\ntext: b\n", "text: a\npairs: {b: 1, b: 2}\n"])
+def test_a_name_that_is_there_twice_is_refused(tmp_path, content):
+    with pytest.raises(ConfigError, match=r"is not valid YAML: '(text|b)' is there twice"):
+        parsed(tmp_path, content)
+
+
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
     content = "text: file\nnumber: 1\nchecked: false\nquick: true\nnames: [a, b]\npairs: {a: 1, b: 2}\nmaybe_real: 3\n"
     words = ["--number", "2", "--checked", "--no-quick", "--names", "c", "--pairs", "c=3"]

@@ -244,6 +244,90 @@ def test_an_agent_that_lowers_a_perplexity_has_a_gain():
     assert "mean" not in text.splitlines()[1] and "so there is no mean over the tasks" in text
 
 
+def perplexities():
+    """A base and a merge on an easy and on a hard text, 40 examples each."""
+    tasks = [PerplexityTask(name=name, perplexity="p") for name in ("easy", "hard")]
+    rows = [Row(name, kind, None, {}, None, None) for name, kind in (("base", "base"), ("m", "merged"))]
+    rng, results = np.random.default_rng(4), {"base": {}, "m": {}}
+    for task, level in (("easy", 2.0), ("hard", 50.0)):
+        examples = level * rng.uniform(0.5, 1.5, 40)
+        for row, factor in (("base", 1.0), ("m", 0.9)):
+            scores = (examples * factor * rng.uniform(0.9, 1.1, 40)).tolist()
+            perplexity = {"scores": scores, "higher_is_better": False}
+            results[row][task] = {"seconds": 1.0, "completions": "a.jsonl", "metrics": {"perplexity": perplexity}}
+    return rows, tasks, results
+
+
+def test_perplexities_have_a_geometric_mean():
+    rows, tasks, results = perplexities()
+    content = build_evaluation(rows, tasks, results, {"base_model": "b"})
+    scores = {
+        row: [np.array(by_task[name]["metrics"]["perplexity"]["scores"]) for name in ("easy", "hard")]
+        for row, by_task in results.items()
+    }
+
+    def mean(row, left_out=(None, None)):
+        of_task = list(scores[row])
+        task, example = left_out
+        if task is not None:
+            of_task[task] = np.delete(of_task[task], example)
+        return math.sqrt(of_task[0].mean() * of_task[1].mean())
+
+    def half_width(value):
+        """By the jackknife: each example of each task is left out in turn; 2.023 is Student's for 39."""
+        parts = [np.array([value((task, example)) for example in range(40)]) for task in range(2)]
+        return 2.0227 * math.sqrt(sum(39 / 40 * ((part - part.mean()) ** 2).sum() for part in parts))
+
+    for row in ("base", "m"):
+        found = content["rows"][row]["mean"]
+        assert found["value"] == pytest.approx(mean(row)) and found["n"] == 80
+        low, high = found["interval"]
+        logs = half_width(lambda left_out, row=row: math.log(mean(row, left_out)))
+        assert math.log(high / low) / 2 == pytest.approx(logs, rel=0.05)
+    # of the means, and paired: the examples differ far more from each other than the models do
+    gain = content["rows"]["m"]["mean_difference"]
+    assert gain["value"] == pytest.approx(mean("m") - mean("base"))
+    paired = half_width(lambda left_out: mean("m", left_out) - mean("base", left_out))
+    assert gain["interval"][1] - gain["value"] == pytest.approx(paired, rel=0.05) and paired < 0.5
+    assert content["rows"]["base"]["mean_difference"]["value"] == 0
+    text = format_evaluation(content)
+    assert text.splitlines()[1].endswith("geometric mean")
+    # of one task the mean is its score
+    alone = build_evaluation(rows, tasks[:1], results, {"base_model": "b"})["rows"]["m"]
+    assert alone["mean"] == alone["tasks"]["easy"]["metrics"]["perplexity"]
+    assert alone["mean_difference"] == alone["tasks"]["easy"]["difference"]["perplexity"]
+    # one without a perplexity has no mean, and no difference to it
+    results["m"]["hard"]["metrics"]["perplexity"] = {"n": 40, "higher_is_better": False}
+    broken = build_evaluation(rows, tasks, results, {"base_model": "b"})["rows"]["m"]
+    assert broken["mean"]["value"] is None is broken["mean_difference"]["value"]
+
+
+def test_a_perplexity_and_an_error_rate_have_no_mean():
+    rows, tasks, results = perplexities()
+    for by_task in results.values():
+        rate = {"mean": 0.2, "stderr": 0.01, "n": 40, "higher_is_better": False}
+        by_task["gsm8k"] = {**by_task["hard"], "metrics": {"error_rate,none": rate}}
+    benchmark = BenchmarkTask(name="gsm8k", benchmark="gsm8k")
+    content = build_evaluation(rows, [tasks[0], benchmark], results, {"base_model": "b"})
+    for row in content["rows"].values():
+        assert row["mean"]["value"] is None is row["mean_difference"]["value"]
+    assert "Lower is better: easy, gsm8k; so there is no mean" in format_evaluation(content)
+    # a perplexity that the harness measured is of the kind of ours
+    for by_task in results.values():
+        by_task["gsm8k"]["metrics"] = {"word_perplexity,none": {**rate, "mean": 8.0}}
+    content = build_evaluation(rows, [tasks[0], benchmark], results, {"base_model": "b"})
+    easy = content["rows"]["m"]["tasks"]["easy"]["metrics"]["perplexity"]["value"]
+    assert content["rows"]["m"]["mean"]["value"] == pytest.approx(math.sqrt(8 * easy))
+
+
+def test_what_intervals_are_by_is_told():
+    text = format_evaluation(build_evaluation(*rows_and_results(), {"base_model": "b"}))
+    assert "by Student's t over prompts, differences paired by prompt (math); by the harness's standard error" in text
+    text = format_evaluation(build_evaluation(*perplexities(), {"base_model": "b"}))
+    assert "interval, by the delta method over examples, differences paired by example." in text
+    assert "Student" not in text
+
+
 def test_a_metric_that_one_row_does_not_have():
     rows, tasks, results = rows_and_results()
     metrics = results["merged"]["gsm8k"]["metrics"]

@@ -46,6 +46,14 @@ metric_list: [
 """
 
 
+def test_files_that_no_task_is_of_are_not_read(tmp_path):
+    for name in ("utils.py", "tasks/utils.py", ".venv/lib/torch.py", "tasks/.git/hook.py", "tasks/data.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert list(benchmark._own_files(str(tmp_path))) == ["tasks/utils.py", "utils.py"]
+    assert benchmark._own_files(None) == {}
+
+
 @pytest.fixture(scope="module")
 def include_path(tmp_path_factory):
     """A task of choices, and one of generation, as a user's directory of YAML files."""

@@ -21,9 +21,9 @@ from ram_trl.evaluating.statistics import difference, mean_of
 from ram_trl.evaluating.tasks import PerplexityTask, RewardTask
 
 
-# of many lengths; one without a token that is predicted
+# of many lengths; one without a token that is predicted, and one without any
 TEXTS = [{"text": "ab3"[i % 3] * (1 + i * 5 % 13) + f"{i}=" + "xyz"[: i % 4], "other": i} for i in range(22)]
-TEXTS.append({"text": "a", "other": 22})
+TEXTS += [{"text": "a", "other": 22}, {"text": "", "other": 23}]
 ANSWERS = [{"prompt": f"{row['text'][:4]}:", "completion": f"{row['text'][4:]}+{i}"} for i, row in enumerate(TEXTS)]
 CHATS = [
     {
@@ -96,7 +96,7 @@ def test_the_loss_is_that_of_a_slow_loop(folder, model, dataset):
             assert record["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
         else:
             assert record["loss"] is None
-    assert sum(not expected for expected in losses) == (1 if dataset == "texts" else 0)
+    assert sum(not expected for expected in losses) == (2 if dataset == "texts" else 0)
     # weighted by tokens: long examples count for more
     mean = sum(map(sum, losses)) / sum(map(len, losses))
     assert list(metrics) == ["perplexity", "loss"]
@@ -135,7 +135,7 @@ def test_what_is_too_long_is_cut_off_and_told(folder, model, caplog):
         metrics, records = evaluate(make_task(folder, "answers", max_length=8), model)
     cut = [len(row["prompt"] + row["completion"]) > 8 for row in ANSWERS]
     assert [record["cut"] for record in records] == cut and 0 < sum(cut) < len(cut)
-    assert f"task stories: {sum(cut)} of 23 examples are longer" in caplog.text
+    assert f"task stories: {sum(cut)} of 24 examples are longer" in caplog.text
     assert mean_of(metrics["loss"]).value == pytest.approx(sum(map(sum, losses)) / sum(map(len, losses)), rel=1e-5)
     # longer than the model can read
     short = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32)
@@ -146,7 +146,7 @@ def test_what_is_too_long_is_cut_off_and_told(folder, model, caplog):
 def test_batches_and_processes_do_not_matter(folder, model):
     task = make_task(folder, "answers", limit=20)
     evaluation = PerplexityEvaluation(task)
-    texts = evaluation._texts(make_tokenizer(), None)
+    texts = evaluation._tokenize(make_tokenizer(), None)
     together = evaluation._sums(texts, model, 3, SINGLE, None)
     apart = [evaluation._sums(texts, model, 3, World(rank, 2), None) for rank in range(2)]
     assert {**apart[0], **apart[1]} == together and len(apart[0]) + len(apart[1]) == 20
@@ -164,6 +164,33 @@ def test_a_broken_model_has_no_perplexity(folder, zoo):
         model.model.norm.weight.fill_(1e7)
     metrics, records = evaluate(make_task(folder, "texts"), model)
     assert mean_of(metrics["perplexity"]).value is None and records[0]["loss"] > 1e3
+
+
+def test_texts_are_cut_into_tokens_once(folder, model, monkeypatch):
+    evaluation, tokenizer, calls = PerplexityEvaluation(make_task(folder, "answers")), make_tokenizer(), []
+    call = type(tokenizer).__call__
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *a, **o: calls.append(a) or call(*a, **o))
+    first = evaluation.run(model, tokenizer, 4, SINGLE, None)
+    assert len(calls) == 2 * len(ANSWERS)
+    assert evaluation.run(model, tokenizer, 4, SINGLE, None) == first and len(calls) == 2 * len(ANSWERS)
+
+
+def test_a_chat_template_that_fails_is_told_with_the_task(folder, model):
+    strict = "{{ raise_exception('no system\nrole') }}"
+    for template, options, words in (
+        (strict, {}, "cannot render .*TemplateError: no system role"),
+        ("{{ messages | nothing }}", {}, "TemplateAssertionError"),
+        ("{{ 1 + messages }}", {}, "TypeError"),
+        # an argument of apply_chat_template, and not of the template
+        ("x", {"tokenize": False}, "with chat_template_kwargs={'tokenize': False}: TypeError"),
+        (None, {}, "has no chat template"),
+    ):
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = template
+        task = make_task(folder, "chats", chat_template_kwargs=options)
+        with pytest.raises(ConfigError, match=f"task stories: .*{words}") as caught:
+            PerplexityEvaluation(task).run(model, tokenizer, 4, SINGLE, None)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_row_of_the_table(folder, zoo, tmp_path):
@@ -192,7 +219,7 @@ def test_a_row_of_the_table(folder, zoo, tmp_path):
     assert all(row["mean"]["value"] is None for row in content["rows"].values())
     assert "Lower is better: stories; so there is no mean" in format_evaluation(content)
     lines = (tmp_path / kept["completions"]).read_text().splitlines()
-    assert len(lines) == 23 and json.loads(lines[0])["text"] == TEXTS[0]["text"]
+    assert len(lines) == 24 and json.loads(lines[0])["text"] == TEXTS[0]["text"]
     # other texts are another measurement
     changed = replace(tasks[0], limit=3)
     assert evaluate_models(registry, [changed], str(tmp_path), agents=["math"], dtype="float32")

@@ -7,6 +7,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from ram_trl import merge_agents, restore_agent
 from ram_trl.distributed import SINGLE
-from ram_trl.errors import ConfigError, OutputExistsError
+from ram_trl.errors import ConfigError, NonFiniteError, OutputExistsError
 from ram_trl.evaluating.evaluate import evaluate_models
 from ram_trl.evaluating.generation import TransformersGenerator, sample_seed
 from ram_trl.evaluating.report import format_evaluation
 from ram_trl.evaluating.reward import RewardEvaluation
 from ram_trl.evaluating.rows import make_merge_rows, make_rows
+from ram_trl.evaluating.store import Store
 from ram_trl.evaluating.tasks import RewardTask, read_tasks
 
 
@@ -46,7 +48,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     texts = [{"prompt": "ab3"[i % 3] * (1 + i * 5 % 13) + f"{i}=", "answer": str(i)} for i in range(23)]
     chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in texts]
-    for name, rows in (("texts", texts), ("chats", chats), ("empty", [])):
+    stories = [{"prompt": row["prompt"], "completion": f"{row['answer']}xyz"} for row in texts]
+    for name, rows in (("texts", texts), ("chats", chats), ("stories", stories), ("empty", [])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "no_prompt.jsonl").write_text('{"question": "a"}\n')
     (folder / "numbers.jsonl").write_text('{"prompt": 3}\n')
@@ -161,12 +164,31 @@ def test_a_function_is_known_by_its_files(folder, tmp_path, monkeypatch):
     assert fingerprint("judge", "twice") == before
     monkeypatch.syspath_prepend(tmp_path)
     source = "from functools import partial\ndef one(completions, **kwargs): return [1.0]\nscore = partial(one)\n"
-    prints = []
-    for text in (source, source, source.replace("1.0", "2.0")):
-        (tmp_path / "my_rewards.py").write_text(text)
-        task = RewardTask(name="a", dataset=str(folder / "texts.jsonl"), reward_funcs=["my_rewards:score"])
-        prints.append(RewardEvaluation(task, 0).fingerprint)
-    assert prints[0] == prints[1] != prints[2]
+    task = RewardTask(name="a", dataset=str(folder / "texts.jsonl"), reward_funcs=["my_rewards:score"])
+    (tmp_path / "my_rewards.py").write_text(source)
+    before = RewardEvaluation(task, 0).fingerprint
+    assert RewardEvaluation(task, 0).fingerprint == before
+    # Python has imported the one and does not import the other
+    (tmp_path / "my_rewards.py").write_text(source.replace("1.0", "2.0"))
+    with pytest.raises(ConfigError, match=r"my_rewards.py changed after it was imported.*start a new process"):
+        RewardEvaluation(task, 0)
+    # as in a new process
+    monkeypatch.setattr("ram_trl.evaluating.reward._digests", {})
+    assert RewardEvaluation(task, 0).fingerprint != before
+
+
+def test_two_commands_do_not_write_to_one_directory(tmp_path):
+    store = Store(tmp_path / "evaluation", {})
+    (tmp_path / "evaluation" / "results").mkdir(parents=True)
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(1); input()"
+    command = [sys.executable, "-c", hold, str(tmp_path / "evaluation" / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        with pytest.raises(OutputExistsError, match=r"another command writes to .*choose another --output_dir"):
+            store.open()
+        other.communicate("\n")
+    store.open()
+    Store(tmp_path / "evaluation", {}).open()
 
 
 def test_a_prompt_that_the_model_cannot_read_is_refused(folder, model):
@@ -197,6 +219,10 @@ def test_a_lack_of_memory_names_the_cure(folder, model):
         ("short", "gave 1 rewards for 4 completions"),
         ("words", "run_evaluating:words failed: ValueError: could not convert"),
         ("raises", "run_evaluating:raises failed: RuntimeError: no connection to the judge"),
+        ("huge", "run_evaluating:huge gave 1e\\+200 for the prompt"),
+        ("by_name", "run_evaluating:by_name failed: TypeError: it gave a dict, not a list of rewards"),
+        ("leaves", "run_evaluating:leaves failed: SystemExit: 0"),
+        ("takes_away", "gave 3 rewards for 4 completions"),
         ("absent", "cannot be imported|can be imported"),
     ],
 )
@@ -414,6 +440,8 @@ def launch(processes, *arguments, **environment):
 
 def test_one_and_two_processes_and_a_killed_one(folder, registry, tmp_path):
     tasks = write_tasks(tmp_path, folder, "letters_until_killed")
+    with_stories = json.loads(Path(tasks).read_text()) | {"stories": {"perplexity": str(folder / "stories.jsonl")}}
+    Path(tasks).write_text(json.dumps(with_stories))
     arguments = ["--registry", registry.path, "--tasks", tasks, "--method", "ram_plus", "average", "--batch_size", 4]
     merges = {method: {"method": method} for method in ("ram_plus", "average")}
 
@@ -433,7 +461,7 @@ def test_one_and_two_processes_and_a_killed_one(folder, registry, tmp_path):
     # of the process, or of the shell that ran it
     assert dead.returncode in (-9, 137)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("dead/results/*.json")}
-    assert sorted(json.loads(path.read_text())["row"] for path in kept) == ["base", "code@v1"]
+    assert sorted(json.loads(path.read_text())["row"] for path in kept) == ["base", "base", "code@v1", "code@v1"]
     # what is finished can be read already
     assert list(read(tmp_path / "dead" / "evaluation.json")["rows"]) == ["base", "code@v1"]
     assert without_times(here("dead")) == without_times(one)
@@ -471,6 +499,18 @@ def test_a_failed_evaluation_leaves_the_merge_and_says_how_to_go_on(folder, regi
     assert run_recipe("evaluate.py", monkeypatch, *words[3:]) == 0
     content = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert list(content["rows"]) == ["base", "code@v1", "math@v1", "all@v1"]
+
+
+def test_what_was_measured_is_shown_where_the_merged_model_cannot_be(folder, registry, tmp_path, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise NonFiniteError("NaN in 'lm_head.weight'")
+
+    monkeypatch.setattr("ram_trl.evaluating.rows.apply_directory", refuse)
+    arguments = ["--registry", registry.path, "--eval", write_tasks(tmp_path, folder)]
+    assert run_recipe("merge.py", monkeypatch, *arguments, "--output_dir", tmp_path / "merged") == 3
+    printed = capsys.readouterr()
+    assert "\nmath@v1  " in printed.out and f"evaluation: {tmp_path}/merged-evaluation" in printed.out
+    assert "the merged model was not evaluated: NaN in 'lm_head.weight'; try again" in printed.err
 
 
 def test_a_mistake_in_the_tasks_is_found_before_the_merge(registry, tmp_path, monkeypatch, capsys):

@@ -13,7 +13,9 @@ from test_evaluating_reward import launch, make_task, run_recipe, write_tasks
 from transformers import AutoModelForCausalLM
 
 from ram_trl import AgentRegistry, merge_agents
-from ram_trl.errors import ConfigError
+from ram_trl.distributed import SINGLE, World
+from ram_trl.errors import ConfigError, StorageError
+from ram_trl.evaluating import evaluate, rows
 from ram_trl.evaluating.evaluate import Evaluator, evaluate_models
 from ram_trl.evaluating.rows import make_merge_rows
 from ram_trl.storage.fisher import FISHER, FisherManifest, FisherStore
@@ -91,6 +93,84 @@ def test_a_merge_that_cannot_be_made_does_not_stop_the_others(folder, registry, 
         registry, [make_task(folder)], str(tmp_path / "fresh"), merges={"average": merges["average"]}
     )
     assert fresh["rows"]["average"]["mean"] == content["rows"]["average"]["mean"] and fresh["failed"] == {}
+
+
+@pytest.mark.parametrize("error", [StorageError("disk full"), MemoryError("no room")])
+def test_what_is_not_of_the_merge_ends_the_evaluation(folder, registry, tmp_path, monkeypatch, error):
+    tried = []
+
+    def refuse(*_, **__):
+        tried.append(1)
+        raise error
+
+    monkeypatch.setattr(rows, "apply_merge", refuse)
+    evaluator = Evaluator(registry, [make_task(folder, limit=1)], str(tmp_path / "out"), agents=["math"])
+    with pytest.raises(type(error), match=str(error)):
+        evaluator.run({"a": {}, "b": {"method": "average"}})
+    # what was finished is kept, and nothing is held against the merge
+    content = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert len(tried) == 1 and list(content["rows"]) == ["base", "math@v1"] and content["failed"] == {}
+    monkeypatch.undo()
+    assert list(evaluator.run()["rows"]) == ["base", "math@v1", "a", "b"]
+
+
+def test_rows_that_are_finished_cost_nothing(folder, registry, tmp_path, monkeypatch):
+    gathered, written = [], []
+
+    class Counted(World):
+        def gather(self, value):
+            gathered.append(value)
+            return World.gather(self, value)
+
+    write = evaluate.write_text
+    monkeypatch.setattr(evaluate, "write_text", lambda path, text: written.append(path.name) or write(path, text))
+    arguments = (registry, [make_task(folder, limit=1)], str(tmp_path / "out"))
+    evaluator, costs = Evaluator(*arguments, agents=["math"], world=Counted()), []
+    # once for every row that is measured
+    for merges, rows_measured in (({}, 2), ({}, 0), ({"a": {}}, 1), ({"b": {"r": 0.5}, "c": {"r": 0.7}}, 2), ({}, 0)):
+        gathered.clear()
+        written.clear()
+        evaluator.run(merges)
+        assert written.count("evaluation.json") == written.count("evaluation.md") == rows_measured
+        costs += [] if merges or rows_measured else [len(gathered)]
+    assert costs[0] == costs[1]
+    # and once where all rows are there from before
+    written.clear()
+    content = Evaluator(*arguments, agents=["math"]).run({"a": {}})
+    assert list(content["rows"]) == ["base", "math@v1", "a"] and written.count("evaluation.json") == 1
+
+
+def test_a_model_that_does_not_fit_names_the_cure(folder, registry, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ConfigError, match=r"out of memory on the device: spread the model .*--device_map auto"):
+        evaluate_models(registry, [make_task(folder)], str(tmp_path / "out"))
+
+
+def test_other_libraries_devices_and_files_are_another_measurement(folder, registry, zoo, tmp_path, monkeypatch):
+    base = shutil.copytree(zoo.base("qwen2_tied"), tmp_path / "base")
+
+    def fingerprint(world=SINGLE):
+        evaluator = Evaluator(registry, [make_task(folder)], str(tmp_path / "out"), base_model=str(base), world=world)
+        evaluator._prepare({})
+        return evaluator._store._fingerprint(evaluator._rows[0], evaluator._evaluations[0])
+
+    seen = [fingerprint()]
+    assert fingerprint() == seen[0]
+    # what a training left there is no part of the model
+    (base / "trainer_state.json").write_text("{}")
+    assert fingerprint() == seen[0]
+    seen.append(fingerprint(World(device=torch.device("cuda"))))
+    for library in ("torch", "transformers"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"{library}.__version__", "0.0")
+            seen.append(fingerprint())
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    seen.append(fingerprint())
+    assert len(set(seen)) == 5
 
 
 def test_the_recipe_tells_of_a_merge_that_cannot_be_made(folder, registry, tmp_path, monkeypatch, capsys):
@@ -176,6 +256,15 @@ def test_fisher_information_that_is_estimated_anew_is_another_merge(registry, zo
         [row] = make_merge_rows(copied, ["code", "math"], {"f": {"method": "fisher"}}, None)
         identities.append(row.identity)
     assert identities[0] != identities[1] == identities[2]
+
+
+def test_a_rank_without_memory_for_a_merge_ends_them_all(folder, registry, tmp_path):
+    tasks = write_tasks(tmp_path, folder, "takes_all_memory_of_rank_1")
+    arguments = ["--registry", registry.path, "--tasks", tasks, "--batch_size", 3, "--output_dir", tmp_path / "out"]
+    result = launch(2, *arguments, "--method", "ram_plus")
+    assert result.returncode != 0
+    # on rank 0 a line, and no wait for a rank that is gone
+    assert "error: MemoryError: no room (rank 1)" in result.stderr
 
 
 def test_a_rank_that_cannot_give_the_base_back_ends_them_all(folder, registry, tmp_path):

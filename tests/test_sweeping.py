@@ -17,11 +17,12 @@ from training import run_shell
 
 from ram_trl.config import MergeConfig
 from ram_trl.errors import AgentNotFoundError, ConfigError, CorruptedFileError
-from ram_trl.evaluating.tasks import PerplexityTask, RewardTask
+from ram_trl.evaluating.report import HIGHER, PERPLEXITY, kind_of, mean_over_tasks
+from ram_trl.evaluating.statistics import Estimate
 from ram_trl.merging.plan import MergeSettings
 from ram_trl.options import parse_config
 from ram_trl.sweeping.picture import draw_sweep
-from ram_trl.sweeping.result import SweepResult, check_comparable, check_tasks, score_of
+from ram_trl.sweeping.result import SweepResult, check_comparable
 from ram_trl.sweeping.search import Trial, propose, read_trials, write_trials
 from ram_trl.sweeping.space import Range
 from ram_trl.sweeping.space_file import read_space
@@ -36,9 +37,13 @@ def space_of(tmp_path, text):
     return read_space(str(tmp_path / "space.yaml"))
 
 
+def merges_of(space):
+    return {space.label(point): space.settings(point) for point in space.points()}
+
+
 def test_a_grid_is_all_combinations(tmp_path):
     space = space_of(tmp_path, "{method: [ram_plus], r: [0, 0.1], agents: [[a, b], [a]], weights: [{a: 0.5}]}")
-    merges = space.merges()
+    merges = merges_of(space)
     # r says nothing of an agent alone
     assert list(merges) == ["r=0 agents=a+b", "agents=a", "r=0.1 agents=a+b"]
     assert merges["r=0.1 agents=a+b"] == {"method": "ram_plus", "r": 0.1, "agents": ["a", "b"], "weights": {"a": 0.5}}
@@ -50,7 +55,7 @@ def test_options_are_combined_where_they_say_something(tmp_path):
         "{r: [0.1, 0.2], alpha: [1.0, 2.0], method: [ram, ram_plus, ram_plus_soft, ties, average], "
         "method_options.density: [0.1, 0.2]}",
     )
-    assert sorted(space.merges()) == sorted(
+    assert sorted(merges_of(space)) == sorted(
         [
             "method=average",
             "method=ram",
@@ -63,13 +68,32 @@ def test_options_are_combined_where_they_say_something(tmp_path):
 
 
 def test_nearly_equal_values_keep_names_of_their_own(tmp_path):
-    assert list(space_of(tmp_path, "r: [0.1, 0.1000001, 1e-5]").merges()) == ["r=0.1", "r=0.1000001", "r=1e-05"]
+    assert list(merges_of(space_of(tmp_path, "r: [0.1, 0.1000001, 1e-5]"))) == ["r=0.1", "r=0.1000001", "r=1e-05"]
 
 
 def test_a_range_with_steps_is_a_list(tmp_path):
     space = space_of(tmp_path, "{r: {low: 0, high: 0.35, step: 0.1}, method: [wudi, ram_plus]}")
     assert space.options["r"] == Range(0.0, 0.3, step=0.1)
-    assert list(space.merges())[1:] == ["r=0 method=ram_plus", *(f"r={r} method=ram_plus" for r in (0.1, 0.2, 0.3))]
+    assert list(merges_of(space))[1:] == ["r=0 method=ram_plus", *(f"r={r} method=ram_plus" for r in (0.1, 0.2, 0.3))]
+
+
+def test_a_range_is_counted_without_listing_it(tmp_path):
+    # a thousand billion values: listed, they would fill the memory
+    space = space_of(tmp_path, "alpha: {low: 0, high: 1e6, step: 1e-6}")
+    assert not space.is_countable and space.options["alpha"].high == 1e6
+    assert space.holds({"alpha": 0.3}) and space.holds({"alpha": 123456.789012})
+    assert not space.holds({"alpha": 123456.7890125})
+
+
+def test_what_comes_to_the_same_merge_is_tried_once(tmp_path):
+    space = space_of(tmp_path, "{method: [ram_plus, ram_plus_soft], r: [0, 0.1], alpha: [0, 1, 2]}")
+    ram_plus = ["r=0 alpha=0", "r=0.1 alpha=1", "r=0.1 alpha=2"]
+    assert list(merges_of(space)) == [
+        *(f"method=ram_plus {values}" for values in ram_plus),
+        "method=ram_plus_soft r=0",
+        "method=ram_plus_soft r=0.1",
+    ]
+    assert len(searched(space, lambda settings: 1.0, 99)) == 5
 
 
 @pytest.mark.parametrize(
@@ -111,9 +135,9 @@ def test_mistakes_in_a_space(tmp_path, text, words):
 def test_a_grid_that_cannot_be_listed(tmp_path):
     many = f"[{','.join(map(str, range(1000)))}]"
     with pytest.raises(ConfigError, match="more than 10,000"):
-        space_of(tmp_path, f"{{r: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], seed: {many}}}").merges()
+        space_of(tmp_path, f"{{r: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], seed: {many}}}").points()
     with pytest.raises(ConfigError, match="r is a range: list its values"):
-        space_of(tmp_path, "r: {low: 0, high: 1}").merges()
+        space_of(tmp_path, "r: {low: 0, high: 1}").points()
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +148,14 @@ def registry(zoo):
 
 def test_agents_are_pinned(tmp_path, registry):
     space = space_of(tmp_path, "{r: [0, 0.1], weights.math: [0.5, 2.0]}").pinned(registry, None)
-    assert space.merges()["r=0 weights.math=2"] == {
+    assert merges_of(space)["r=0 weights.math=2"] == {
         "agents": ["code@v1", "math@v1"],
         "r": 0.0,
         "weights": {"math": 2.0},
     }
     # a weight is tried where its agent is merged
     space = space_of(tmp_path, "{agents: [[code], [code, math]], weights: [{}, {math: 2}]}").pinned(registry, None)
-    assert list(space.merges().values()) == [
+    assert list(merges_of(space).values()) == [
         {"agents": ["code@v1"], "weights": {}},
         {"agents": ["code@v1", "math@v1"], "weights": {}},
         {"agents": ["code@v1", "math@v1"], "weights": {"math": 2.0}},
@@ -141,6 +165,10 @@ def test_agents_are_pinned(tmp_path, registry):
             space_of(tmp_path, text).pinned(registry, None)
     with pytest.raises(AgentNotFoundError):
         space_of(tmp_path, "agents: [[code], [poet]]").pinned(registry, None)
+    with pytest.raises(ConfigError, match="leave out --agents"):
+        space_of(tmp_path, "agents: [[code], [math]]").pinned(registry, ["code"])
+    # those that no subset has are not evaluated
+    assert space_of(tmp_path, "agents: [[math]]").pinned(registry, None).agents == ["math@v1"]
 
 
 def searched(space, score, count, trials=(), higher_is_better=True, seed=0):
@@ -182,7 +210,7 @@ def test_a_search_finds_what_is_best(tmp_path, higher_is_better):
     assert min(distances[20:]) < 0.6 and sum(distances[20:]) < sum(distances[:10])
     for trial in trials:
         assert ("r" in trial.point) == (trial.point["method"] == "ram_plus")
-        assert trial.settings.get("method_options", {"steps": 10}).keys() == {"steps"}
+        assert ("method_options" in trial.settings) == (trial.point["method"] == "wudi")
         if trial.point["method"] == "wudi":
             assert trial.point["method_options.steps"].is_integer()
 
@@ -214,10 +242,16 @@ def test_a_search_learns_from_what_cannot_be_made(tmp_path):
 def test_a_search_ends_when_all_was_tried(tmp_path):
     space = space_of(tmp_path, "{r: [0.0, 0.1, 0.2], method: [ram_plus, average], alpha: {low: 1, high: 2, step: 1}}")
     trials = searched(space, lambda settings: settings.get("r"), 100)
-    assert len(trials) == 7
-    assert {json.dumps(trial.settings, sort_keys=True) for trial in trials} == {
-        json.dumps(settings, sort_keys=True) for settings in space.merges().values()
-    }
+    # with r=0 alpha says nothing
+    assert len(trials) == 6
+    assert {space.key(trial.point) for trial in trials} == {space.key(point) for point in space.points()}
+
+
+def test_a_search_does_not_stop_at_one_merge_that_is_the_best(tmp_path):
+    # alone an agent is one merge, whatever r is
+    space = space_of(tmp_path, "{agents: [[a], [b], [a, b]], r: {low: 0, high: 1}}")
+    trials = searched(space, lambda settings: 2.0 - len(settings["agents"]), 30)
+    assert len({space.key(trial.point) for trial in trials}) == 30
 
 
 def test_trials_of_another_space_are_told_apart(tmp_path):
@@ -243,39 +277,23 @@ def content_of(rows, kind="perplexity", metric="perplexity", higher_is_better=Fa
         f"task{at}": {"kind": kind, "metric": metric, "higher_is_better": higher_is_better}
         for at in range(len(next(iter(rows.values()))))
     }
-    cells = {
-        name: {
-            task: {"metrics": {metric: {"value": value, "interval": interval, "n": 4}}}
-            for task, (value, interval) in zip(tasks, row, strict=True)
-        }
-        for name, row in rows.items()
-    }
-    mean = {"value": None, "interval": None, "n": 0}
-    rows = {name: {"tasks": row, "mean": mean} for name, row in cells.items()}
-    return {"tasks": tasks, "rows": rows, "retained_gain": [], "failed": {}}
-
-
-def test_perplexities_are_averaged_by_their_logarithms():
-    content = content_of({"a": [(2.0, [1.0, 4.0]), (32.0, [16.0, 64.0])], "b": [(8.0, None), (2.0, [1, 3])]})
-    score = score_of(content, "a")
-    assert score.value == pytest.approx(8.0)
-    # one factor of 2 to either side of each, of which there are two
-    assert (score.low, score.high) == pytest.approx((8 / 2 ** (1 / math.sqrt(2)), 8 * 2 ** (1 / math.sqrt(2))))
-    assert score_of(content, "b").value == pytest.approx(4.0) and score_of(content, "b").low is None
-    assert score_of(content, "c") is None
+    content = {"tasks": tasks, "rows": {}, "retained_gain": [], "failed": {}}
+    for name, row in rows.items():
+        estimates = [Estimate(value, *(interval or (None, None)), 4) for value, interval in row]
+        cells = {task: {"metrics": {metric: one.to_dict()}} for task, one in zip(tasks, estimates, strict=True)}
+        mean = mean_over_tasks(estimates, kind_of(tasks["task0"])).to_dict()
+        content["rows"][name] = {"tasks": cells, "mean": mean}
+    return content
 
 
 def test_tasks_that_have_no_common_mean_are_refused():
-    reward = RewardTask(name="math", dataset="d", reward_funcs=["a:b"])
-    perplexity = PerplexityTask(name="wiki", perplexity="d")
-    check_tasks([reward, reward])
+    check_comparable({"math": HIGHER, "code": HIGHER})
     with pytest.raises(ConfigError, match=r"tasks math \(higher is better\) and wiki \(perplexity, lower is better\)"):
-        check_tasks([reward, perplexity])
-    known = {"kind": "benchmark", "metric": "word_perplexity,none", "higher_is_better": False}
-    check_comparable({"one": known, "two": {**known, "kind": "perplexity", "metric": "perplexity"}})
-    for other in ({"higher_is_better": True}, {"metric": "bits_per_byte,none"}):
-        with pytest.raises(ConfigError, match="have no common mean"):
-            check_comparable({"one": known, "two": {**known, **other}})
+        check_comparable({"math": HIGHER, "wiki": PERPLEXITY, "code": HIGHER})
+    one = {"kind": "benchmark", "metric": "word_perplexity,none", "higher_is_better": False}
+    check_comparable({"one": kind_of(one), "two": PERPLEXITY})
+    with pytest.raises(ConfigError, match="have no common mean"):
+        check_comparable({"one": kind_of(one), "two": kind_of({**one, "metric": "bits_per_byte,none"})})
 
 
 def result_of(space, scores, is_search=False, **options):
@@ -307,6 +325,17 @@ def test_only_agents_of_the_merge_lose_by_it(tmp_path):
         )
     ]
     assert result.text().splitlines()[-1].split() == ["alone", "*", "2.000", "2.000", "2.000", "-", "50.0%"]
+
+
+@pytest.mark.parametrize("is_search", [False, True])
+def test_a_merge_without_a_score_is_told_of(tmp_path, is_search):
+    result = result_of(space_of(tmp_path, "r: [0.1]"), {"endless": None, "good": 3.0}, is_search)
+    assert result.best == "good" and result.unscored == {"endless": "no finite score of task0, task1"}
+    assert result.markdown().endswith("Without a score:\n\n- endless: no finite score of task0, task1\n")
+    order = [line.split()[0] for line in result.text().splitlines()[1:]]
+    assert order == ["base", *(["good", "endless"] if is_search else ["endless", "good"])]
+    assert "| endless | - | - | - | - | - |" in result.markdown()
+    assert len(draw_sweep(result)) > 1000
 
 
 def test_a_picture_of_many_merges_stays_a_picture(tmp_path):
@@ -386,8 +415,8 @@ def test_a_sweep_ends_with_the_best(folder, registry, monkeypatch, capsys):
     assert run(monkeypatch, folder, registry, "--grid", folder / "grid.yaml") == 0
     _, more = means_of(folder)
     assert len(more) == 4 and more["r=2"] == means["r=2 agents=math+code"]
-    # what was tried of the grid before is not forgotten, it may come back
-    assert len(trials_of(folder, "sweep")) == 5
+    # a later search in this directory does not count them as its own
+    assert not (folder / "sweep" / "trials.json").exists()
     lines = (folder / "sweep" / "sweep.md").read_text().splitlines()
     assert [line.split()[1] for line in lines if "r=" in line] == ["r=0", "r=1", "r=2", "r=8"]
     new = {path: path.stat().st_mtime_ns for path in folder.glob("sweep/results/*.json")}
@@ -473,7 +502,7 @@ def test_a_merge_that_cannot_be_made_is_left_out(folder, zoo, monkeypatch, capsy
     (folder / "grid.yaml").write_text("{r: [0.0, 1e6], alpha: [1e6]}")
     words = (folder, registry, "--grid", folder / "grid.yaml")
     assert run(monkeypatch, *words, tasks="perplexity") == 3
-    assert "not evaluated: r=1e+06: " in capsys.readouterr().out
+    assert "no score: r=1e+06: " in capsys.readouterr().out
     assert "- r=1e+06: " in (folder / "sweep" / "sweep.md").read_text()
     assert yaml.safe_load((folder / "sweep" / "best.yaml").read_text())["r"] == 0
     # of a search it is a trial like another
@@ -483,14 +512,23 @@ def test_a_merge_that_cannot_be_made_is_left_out(folder, zoo, monkeypatch, capsy
     # and where there is no other
     (folder / "grid.yaml").write_text("{r: [1e6], alpha: [1e6]}")
     assert run(monkeypatch, *words, tasks="perplexity") == 2
-    assert "none of the 1 merges could be evaluated" in capsys.readouterr().err
+    assert "none of the 1 merges has a score" in capsys.readouterr().err
     assert not (folder / "sweep" / "best.yaml").exists()
+
+
+def test_an_infinite_perplexity_is_no_score(folder, registry, monkeypatch, capsys):
+    (folder / "grid.yaml").write_text("weights.math: [1, 10000]")
+    exit_code = run(monkeypatch, folder, registry, "--grid", folder / "grid.yaml", tasks="perplexity")
+    assert "no score: weights.math=10000: no finite score of stories" in capsys.readouterr().out and exit_code == 3
+    content, _ = means_of(folder)
+    assert content["failed"] == {} and "weights.math=10000" in content["rows"]
 
 
 def test_mistakes_are_told_before_anything_is_measured(folder, registry, monkeypatch, capsys):
     (folder / "grid.yaml").write_text("r: [0.0, 0.1]")
     (folder / "fisher.yaml").write_text("method: [ram_plus, fisher]")
     (folder / "range.yaml").write_text("r: {low: 0, high: 1}")
+    (folder / "agents.yaml").write_text("agents: [[math], [math, code]]")
     grid = ["--grid", folder / "grid.yaml"]
     for words, problem in (
         ([], "--grid"),
@@ -502,6 +540,7 @@ def test_mistakes_are_told_before_anything_is_measured(folder, registry, monkeyp
         ([*grid, "--merged", "merged"], "--merged is for recipes/evaluate.py"),
         (["--grid", folder / "range.yaml"], "list its values"),
         (["--grid", folder / "fisher.yaml"], "Fisher"),
+        (["--grid", folder / "agents.yaml", "--agents", "math"], "agents.yaml has agents"),
         (["--grid", folder / "nothing.yaml"], "nothing.yaml"),
     ):
         assert run(monkeypatch, folder, registry, *words) == 2

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -200,8 +201,12 @@ def _digest(rows: Iterable[Any] | None) -> str:
 
 def _own_files(include_path: str | None) -> dict[str, str]:
     """Digests of the user's functions, which the harness imports from beside the task."""
-    files = sorted(Path(include_path).rglob("*.py")) if include_path else []
-    return {str(file.relative_to(include_path)): digest_file(file) for file in files}
+    files = []
+    for folder, folders, names in os.walk(include_path) if include_path else ():
+        # a virtual environment, a repository's own files: no task is there
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return {str(file.relative_to(include_path)): digest_file(file) for file in sorted(files)}
 
 
 def _failure(task: BenchmarkTask, error: Exception) -> ConfigError:

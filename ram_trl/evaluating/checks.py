@@ -1,5 +1,6 @@
-"""What an evaluation refuses before anything is loaded."""
+"""What an evaluation refuses before anything is loaded, and what it warns of."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,9 @@ from .tasks import RewardTask, Task
 from .vllm_generation import check_vllm
 
 
-__all__ = ["DTYPES", "check_options", "check_owners"]
+__all__ = ["DTYPES", "check_options", "check_owners", "warn_of_rounding"]
+
+logger = logging.getLogger(__name__)
 
 # What `from_pretrained` is given for each `--dtype`.
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,3 +62,12 @@ def check_owners(tasks: Sequence[Task], rows: Sequence[Row]) -> None:
                 f"task {task.name} belongs to agent {task.agent!r}, which is not evaluated; there are: "
                 f"{', '.join(known)}"
             )
+
+
+def warn_of_rounding(row: Row, held: torch.dtype, world: World) -> None:
+    """Tell of an agent that ran in a wider dtype than the model in memory has."""
+    if world.is_main and row.dtype is not None and torch.promote_types(row.dtype, held) != held:
+        dtype = str(row.dtype).removeprefix("torch.")
+        logger.warning(
+            "%s ran in %s, is measured rounded to %s: --dtype %s shows it as it is", row.name, dtype, held, dtype
+        )

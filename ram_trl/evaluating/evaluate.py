@@ -14,22 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distributed import SINGLE, World
-from ..errors import BaseModelError, ConfigError, DistributedError, RamTrlError
+from ..errors import ConfigError, NonFiniteError, RamTrlError, UnsupportedModelError
 from ..progress import Progress
 from ..storage.durable import staging_dir
 from ..storage.registry import AgentRegistry
 from ..version import __version__
 from .benchmark import BenchmarkEvaluation
-from .checks import DTYPES, check_options, check_owners
-from .generation import TransformersGenerator
+from .checks import DTYPES, check_options, check_owners, warn_of_rounding
+from .generation import TransformersGenerator, explain_out_of_memory
 from .perplexity import PerplexityEvaluation
 from .report import build_evaluation, markdown_evaluation
 from .reward import RewardEvaluation
 from .rows import Row, check_names, make_merge_rows, make_rows
-from .store import Evaluation, Store, model_files, write_text
+from .store import Evaluation, Store, digest_model_files, write_text
 from .tasks import PerplexityTask, RewardTask, Task
 from .vllm_generation import vllm_generator
 
@@ -140,6 +141,9 @@ class Evaluator:
         # on rank 0: what was measured by row and task, and what could not be made
         self._results: dict[str, dict[str, dict[str, Any]]] = {}
         self._failed: dict[str, str] = {}
+        # on every rank: rows that need nothing more, and whether the files show them all
+        self._done: set[str] = set()
+        self._is_shown = False
 
         def look_up() -> None:
             check_options(self._tasks, dtype, device_map, batch_size, backend, world)
@@ -147,7 +151,9 @@ class Evaluator:
             check_owners(self._tasks, self._rows)
             how = {"dtype": dtype, "backend": backend, "batch_size": batch_size}
             self._settings = {"base_model": self._base.name, "seed": seed, **how}
-            files = model_files(self._base.path)
+            files = digest_model_files(self._base.path)
+            # other kernels give other last places, and with them other completions
+            how |= {"device": world.device.type, "torch": torch.__version__, "transformers": transformers.__version__}
             self._store = Store(self._root, {**how, "ram_trl": __version__, "files": files})
 
         world.run(look_up)
@@ -172,17 +178,19 @@ class Evaluator:
         """
         self._world.run(lambda: self._prepare(merges or {}))
         self._world.run_on_main(self._store.open)
-        for row in self._all_rows():
-            # what could not be made is not tried again by every call
-            todo = [] if row.name in self._failed else self._unfinished(row)
-            if not todo:
-                continue
-            if self._backend == "vllm":
-                self._measure_with_vllm(row, todo)
-            else:
-                self._measure(row, todo)
+        # what could not be made is not tried again by every call
+        for row in [row for row in self._all_rows() if row.name not in self._done]:
+            if todo := self._unfinished(row):
+                if self._backend == "vllm":
+                    self._measure_with_vllm(row, todo)
+                else:
+                    self._measure(row, todo)
+                self._world.run_on_main(self._write)
+            self._done.add(row.name)
+            self._is_shown = bool(todo)
+        if not self._is_shown:
             self._world.run_on_main(self._write)
-        self._world.run_on_main(self._write)
+            self._is_shown = True
         return self._world.run_on_main(lambda: self._content)
 
     def _prepare(self, merges: Mapping[str, Mapping[str, Any]]) -> None:
@@ -217,11 +225,12 @@ class Evaluator:
     def _measure(self, row: Row, todo: Sequence[Evaluation]) -> None:
         world = self._world
         model, _ = world.run(self._load)
-        self._warn_of_rounding(row, model.dtype)
+        warn_of_rounding(row, model.dtype, world)
         with contextlib.ExitStack() as stack:
             try:
                 world.run(lambda: stack.enter_context(row.apply(model)))
-            except RamTrlError as error:
+            except Exception as error:
+                # whatever it is: the other ranks know of it, and give the base back now
                 self._give_back(stack)
                 self._note_failure(row, error)
                 return
@@ -270,10 +279,10 @@ class Evaluator:
             self._loaded = None
             raise
 
-    def _note_failure(self, row: Row, error: RamTrlError) -> None:
-        """Remember a merge that cannot be made. What stands in the way of every row ends the evaluation."""
-        is_fatal = row.kind != "merged" or isinstance(error, BaseModelError | DistributedError)
-        if any(self._world.gather(is_fatal)):
+    def _note_failure(self, row: Row, error: Exception) -> None:
+        """Remember a merge that cannot be made. What lies in no merge, like a full disk, ends the evaluation."""
+        is_of_merge = isinstance(error, NonFiniteError | UnsupportedModelError | ConfigError)
+        if not all(self._world.gather(row.kind == "merged" and is_of_merge)):
             self._loaded = None
             raise error
         self._failed[row.name] = str(error)
@@ -291,18 +300,12 @@ class Evaluator:
 
     def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if self._loaded is None:
-            path, device_map = self._base.path, self._device_map
+            path, options = self._base.path, {"dtype": DTYPES[self._dtype], "device_map": self._device_map}
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[self._dtype], device_map=device_map)
-            self._loaded = (model if device_map else model.to(self._world.device)).eval(), tokenizer
+            with explain_out_of_memory():
+                model = AutoModelForCausalLM.from_pretrained(path, **options)
+                self._loaded = (model if self._device_map else model.to(self._world.device)).eval(), tokenizer
         return self._loaded
-
-    def _warn_of_rounding(self, row: Row, held: torch.dtype) -> None:
-        if self._world.is_main and row.dtype is not None and torch.promote_types(row.dtype, held) != held:
-            dtype = str(row.dtype).removeprefix("torch.")
-            logger.warning(
-                "%s ran in %s, is measured rounded to %s: --dtype %s shows it as it is", row.name, dtype, held, dtype
-            )
 
     def _meter(self, row: Row) -> Progress | None:
         progress = self._progress

@@ -28,6 +28,7 @@ __all__ = [
     "is_conversation",
     "max_positions",
     "prompt_tokens",
+    "render_messages",
     "sample_seed",
 ]
 
@@ -38,27 +39,46 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Any, task: RewardT
     Other than there, a message of the assistant at the end is continued.
 
     Raises:
-        ConfigError: if it is neither text nor messages, or there is no chat template.
+        ConfigError: if it is neither text nor messages, or the chat template cannot render it.
     """
     if isinstance(prompt, str):
         tokens = tokenizer(prompt)["input_ids"]
     elif is_conversation(prompt):
-        if tokenizer.chat_template is None:
-            raise ConfigError(f"task {task.name}: prompts are messages, but the base's tokenizer has no chat template")
         is_begun = prompt[-1]["role"] == "assistant"
-        tokens = tokenizer.apply_chat_template(
-            prompt,
-            add_generation_prompt=not is_begun,
-            continue_final_message=is_begun,
-            tokenize=True,
-            return_dict=True,
-            **task.chat_template_kwargs,
-        )["input_ids"]
+        tokens = render_messages(
+            tokenizer, prompt, task, add_generation_prompt=not is_begun, continue_final_message=is_begun
+        )
     else:
         raise ConfigError(f"task {task.name}: a prompt is neither text nor messages: {str(prompt)[:80]!r}")
     if not tokens:
         raise ConfigError(f"task {task.name}: a prompt is empty")
     return tokens
+
+
+def render_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    task: RewardTask | PerplexityTask,
+    **options: Any,
+) -> list[int]:
+    """Tokens of messages, through the chat template of the tokenizer.
+
+    Raises:
+        ConfigError: if there is no chat template, or it cannot render them with the task's `chat_template_kwargs`.
+    """
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"task {task.name}: prompts are messages, but the base's tokenizer has no chat template")
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, **options, **task.chat_template_kwargs
+        )["input_ids"]
+    except Exception as error:
+        # a template is a program of the model's makers, and can raise anything
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        given = f" with chat_template_kwargs={task.chat_template_kwargs}" if task.chat_template_kwargs else ""
+        raise ConfigError(
+            f"task {task.name}: the base's chat template cannot render {str(messages)[:80]!r}{given}: {problem}"
+        ) from error
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -78,13 +98,14 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 @contextmanager
-def explain_out_of_memory(batch_size: int) -> Iterator[None]:
-    """Turn a lack of the device's memory into a [`ConfigError`] that names the cure."""
+def explain_out_of_memory(batch_size: int | None = None) -> Iterator[None]:
+    """Turn a lack of the device's memory into a [`ConfigError`] that names the cure; without batches, of the model."""
     try:
         yield
     except torch.OutOfMemoryError as error:
+        batches = "" if batch_size is None else f"lower --batch_size ({batch_size}), or "
         raise ConfigError(
-            f"out of memory on the device: lower --batch_size ({batch_size}), or spread the model: --device_map auto"
+            f"out of memory on the device: {batches}spread the model over the GPUs: --device_map auto"
         ) from error
 
 

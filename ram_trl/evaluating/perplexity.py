@@ -15,7 +15,7 @@ from ..distributed import World
 from ..errors import ConfigError
 from ..progress import Progress
 from .data import load_examples
-from .generation import explain_out_of_memory, is_conversation, max_positions, prompt_tokens
+from .generation import explain_out_of_memory, is_conversation, max_positions, prompt_tokens, render_messages
 from .statistics import Measurement
 from .tasks import PerplexityTask
 
@@ -60,6 +60,8 @@ class PerplexityEvaluation:
             )
         self._rows: list[dict[str, Any]] = rows.select_columns(columns).to_list()
         self._is_told = False
+        # kept from the first call: every row is read as the base's tokenizer cuts it
+        self._texts: list[_Text] | None = None
         # changes when the dataset does
         self.fingerprint = blake3(repr(self._rows).encode()).hexdigest()
 
@@ -73,13 +75,16 @@ class PerplexityEvaluation:
     ) -> tuple[dict[str, Measurement], list[dict[str, Any]]]:
         """Evaluate a model. All ranks call it; each reads its share of the batches.
 
+        The texts are cut into tokens once: the tokenizer and the model's positions are the same in every call.
         Batches are the same whatever the number of processes: examples by length, the longest first.
 
         Returns:
             `tuple[dict[str, Measurement], list[dict]]`: on every rank, `perplexity` and `loss`; and of every example
             its mean loss and the number of tokens that it is over.
         """
-        texts = world.run(lambda: self._texts(tokenizer, max_positions(model)))
+        if self._texts is None:
+            self._texts = world.run(lambda: self._tokenize(tokenizer, max_positions(model)))
+        texts = self._texts
         local = world.run(lambda: self._sums(texts, model, batch_size, world, progress))
         sums = {number: loss for part in world.gather(local) for number, loss in part.items()}
         counts = [text.count for text in texts]
@@ -106,7 +111,7 @@ class PerplexityEvaluation:
             )
             self._is_told = True
 
-    def _texts(self, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> list[_Text]:
+    def _tokenize(self, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> list[_Text]:
         longest = min(self.task.max_length, positions or self.task.max_length)
         texts = []
         for row in self._rows:
@@ -125,9 +130,7 @@ class PerplexityEvaluation:
         elif len(texts) > 1 and all(map(is_conversation, texts)):
             prompt = prompt_tokens(tokenizer, texts[0], task)
             messages = [*texts[0], *texts[1]]
-            tokens = tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, **task.chat_template_kwargs
-            )["input_ids"]
+            tokens = render_messages(tokenizer, messages, task)
         else:
             raise ConfigError(
                 f"task {task.name}: an example is neither text nor messages throughout: {str(texts)[:80]}"
@@ -165,6 +168,9 @@ def _batch_sums(model: PreTrainedModel, texts: Sequence[_Text]) -> list[float]:
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     sums = []
     for row, text in enumerate(texts):
+        if not text.count:
+            sums.append(0.0)
+            continue
         start, stop = text.start, len(text.tokens)
         scores, targets = logits[row, start - 1 : stop - 1].float(), tokens[row, start:stop].to(logits.device)
         sums.append(cross_entropy(scores, targets, reduction="none").double().sum().item())

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..errors import ConfigError
@@ -13,8 +13,23 @@ from .statistics import Estimate, Measurement, difference, mean_of, retained_gai
 from .tasks import BenchmarkTask, PerplexityTask, RewardTask, Task
 
 
-__all__ = ["build_evaluation", "format_evaluation", "markdown_evaluation"]
+__all__ = [
+    "HIGHER",
+    "LOWER",
+    "PERPLEXITY",
+    "build_evaluation",
+    "format_evaluation",
+    "kind_of",
+    "markdown_evaluation",
+    "mean_over_tasks",
+]
 
+# Kinds of scores; those of one kind have a common mean.
+HIGHER, LOWER, PERPLEXITY = "higher is better", "lower is better", "perplexity, lower is better"
+# Where the intervals of a task come from.
+_BY_PROMPT = "Student's t over prompts, differences paired by prompt"
+_BY_EXAMPLE = "the delta method over examples, differences paired by example"
+_BY_HARNESS = "the harness's standard error, differences as of independent samples"
 _UNCLEAR = "the agent's own gain is not distinguishable from 0"
 _WORSE = "the agent is worse than the base on its own task"
 _MARKS = {_UNCLEAR: "a", _WORSE: "b"}
@@ -57,16 +72,16 @@ def build_evaluation(
     # one metric for all rows, also where it is missing in one of them
     metric = {task.name: _shown_metric(task, measured["base"][task.name]) for task in tasks}
     shown = {row.name: {name: measured[row.name][name].get(metric[name], _NOTHING) for name in metric} for row in rows}
-    is_comparable = len({shown["base"][name].higher_is_better for name in metric}) == 1
     content = {
         "ram_trl_version": __version__,
         **settings,
-        "intervals": "95 %, Student t over prompts; differences paired by prompt; retained gain by Fieller's theorem",
+        "intervals": "95 %; of each task as it says; retained gain by Fieller's theorem",
         "tasks": {
             task.name: {
                 "kind": _KINDS[type(task)],
                 "metric": metric[task.name],
                 "higher_is_better": shown["base"][task.name].higher_is_better,
+                "interval": _interval_of(task, [shown[row.name][task.name] for row in rows]),
                 "agent": task.agent,
                 "options": {name: value for name, value in asdict(task).items() if name not in ("name", "agent")},
             }
@@ -90,15 +105,14 @@ def build_evaluation(
                     for name, measurement in metrics.items()
                 },
             }
-        scores = [mean_of(shown[row.name][task.name]) for task in tasks]
-        gains = [difference(shown[row.name][task.name], shown["base"][task.name]) for task in tasks]
+        mean, gain = _means(shown[row.name], shown["base"], _common_kind(content))
         content["rows"][row.name] = {
             "kind": row.kind,
             "agent": row.agent,
             "identity": row.identity,
             "tasks": cells,
-            "mean": (_average(scores) if is_comparable else _NONE).to_dict(),
-            "mean_difference": (_average(gains) if is_comparable else _NONE).to_dict(),
+            "mean": mean.to_dict(),
+            "mean_difference": gain.to_dict(),
         }
     for row in rows:
         content["retained_gain"] += [
@@ -108,6 +122,78 @@ def build_evaluation(
             if row.kind == "merged" and own.agent is not None and own.agent == task.agent
         ]
     return content
+
+
+def kind_of(task: Mapping[str, Any]) -> str:
+    """Kind of a task's scores: `HIGHER`, `LOWER` or `PERPLEXITY`.
+
+    Args:
+        task (`Mapping`):
+            An entry of `tasks` in `evaluation.json`.
+    """
+    if task["higher_is_better"]:
+        return HIGHER
+    return PERPLEXITY if task["kind"] == "perplexity" or "perplexity" in task["metric"] else LOWER
+
+
+def mean_over_tasks(scores: Sequence[Estimate], kind: str) -> Estimate:
+    """Mean of scores of one kind over tasks, which are independent of each other.
+
+    Of perplexities it is the geometric mean, in which those of hard texts do not outweigh those of easy ones; its
+    interval is that of the mean of the logarithms.
+
+    Args:
+        scores (`Sequence[Estimate]`):
+            The score of each task.
+        kind (`str`):
+            Their kind, from [`kind_of`].
+
+    Returns:
+        [`~ram_trl.evaluating.statistics.Estimate`]: without a value if a task has no score.
+    """
+    if kind != PERPLEXITY or len(scores) == 1:
+        return _average(scores)
+    if any(score.value is None or score.value <= 0 for score in scores):
+        return _NONE
+    logs, n = [math.log(score.value) for score in scores], sum(score.n for score in scores)
+    mean = math.fsum(logs) / len(logs)
+    if any(score.low is None or score.low <= 0 for score in scores):
+        return Estimate(math.exp(mean), None, None, n)
+    low, high = (
+        math.hypot(*(math.log(end) - log for end, log in zip(ends, logs, strict=True))) / len(logs)
+        for ends in ([score.low for score in scores], [score.high for score in scores])
+    )
+    return Estimate(math.exp(mean), math.exp(mean - low), math.exp(mean + high), n)
+
+
+def _means(
+    scores: Mapping[str, Measurement], base: Mapping[str, Measurement], kind: str | None
+) -> tuple[Estimate, Estimate]:
+    """Mean of a row's scores over tasks, and its difference to that of the base."""
+    if kind is None:
+        return _NONE, _NONE
+    mean, of_base = (mean_over_tasks([mean_of(one) for one in row.values()], kind) for row in (scores, base))
+    if mean.value is None or of_base.value is None:
+        return mean, _NONE
+    if kind == PERPLEXITY:
+        # to first order a geometric mean is the mean of its parts, each scaled to be as large as the whole
+        scores = {task: _scaled(one, mean.value) for task, one in scores.items()}
+        base = {task: _scaled(one, of_base.value) for task, one in base.items()}
+    return mean, _average([difference(scores[task], base[task]) for task in scores])
+
+
+def _scaled(measured: Measurement, value: float) -> Measurement:
+    """A measurement in another unit, in which its mean is `value`."""
+    factor = value / mean_of(measured).value
+    scores = measured.scores and [None if score is None else score * factor for score in measured.scores]
+    mean, stderr = (None if one is None else one * factor for one in (measured.mean, measured.stderr))
+    return replace(measured, scores=scores, mean=mean, stderr=stderr)
+
+
+def _interval_of(task: Task, measured: Sequence[Measurement]) -> str:
+    if any(one.scores is None and one.mean is not None for one in measured):
+        return _BY_HARNESS
+    return _BY_EXAMPLE if isinstance(task, PerplexityTask) else _BY_PROMPT
 
 
 def _shown_metric(task: Task, metrics: Mapping[str, Measurement]) -> str:
@@ -136,6 +222,8 @@ def _retained(row: Row, own: Row, task: Task, shown: dict[str, dict[str, Measure
 
 def _average(estimates: Sequence[Estimate]) -> Estimate:
     """Mean over tasks, which are independent of each other."""
+    if len(estimates) == 1:
+        return estimates[0]
     values = [estimate.value for estimate in estimates]
     if None in values:
         return _NONE
@@ -165,8 +253,9 @@ def markdown_evaluation(content: dict[str, Any]) -> str:
 
 def _tables(content: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     tasks, rows = content["tasks"], content["rows"]
-    has_mean = len(tasks) > 1 and _is_comparable(content)
-    header = ["", *tasks, *(["mean"] if has_mean else [])]
+    kind = _common_kind(content)
+    has_mean = len(tasks) > 1 and kind is not None
+    header = ["", *tasks, *(["geometric mean" if kind == PERPLEXITY else "mean"] if has_mean else [])]
 
     def table(of_task: str, of_mean: str, is_signed: bool, kinds: tuple[str, ...]) -> list[list[str]]:
         lines = [header]
@@ -204,11 +293,15 @@ def _cell(estimate: dict[str, Any], is_signed: bool) -> str:
 
 def _notes(content: dict[str, Any]) -> list[str]:
     metrics = ", ".join(f"{name}: {task['metric']}" for name, task in content["tasks"].items())
-    notes = [f"Metrics: {metrics}. +-: half of the 95 % interval over prompts; differences are paired by prompt."]
+    sources: dict[str, list[str]] = {}
+    for name, task in content["tasks"].items():
+        sources.setdefault(task["interval"], []).append(name)
+    told = [source + (f" ({', '.join(names)})" if len(sources) > 1 else "") for source, names in sources.items()]
+    notes = [f"Metrics: {metrics}. +-: half of the 95 % interval, by {'; by '.join(told)}."]
     if any(task["agent"] for task in content["tasks"].values()):
         notes.append("A star marks an agent on its own task.")
     if lower := [name for name, task in content["tasks"].items() if not task["higher_is_better"]]:
-        without = "" if _is_comparable(content) else "; so there is no mean over the tasks"
+        without = "" if _common_kind(content) else "; so there is no mean over the tasks"
         notes.append(f"Lower is better: {', '.join(lower)}{without}.")
     found = {gain["note"] for gain in content["retained_gain"]}
     notes += [f"({mark}): {note}: the ratio says nothing." for note, mark in _MARKS.items() if note in found]
@@ -216,6 +309,7 @@ def _notes(content: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _is_comparable(content: dict[str, Any]) -> bool:
-    """Whether scores of all tasks point the same way, so that their mean says something."""
-    return len({task["higher_is_better"] for task in content["tasks"].values()}) == 1
+def _common_kind(content: dict[str, Any]) -> str | None:
+    """Kind of the scores of all tasks, if it is one, so that their mean says something."""
+    kinds = {kind_of(task) for task in content["tasks"].values()}
+    return kinds.pop() if len(kinds) == 1 else None

@@ -7,7 +7,7 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +34,11 @@ __all__ = ["Generator", "RewardEvaluation"]
 _NOT_PASSED = ("prompt", "completion", "completion_ids")
 # Names of what TRL passes beside the columns: a column of that name would take its place.
 _RESERVED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+# Squares of larger ones would not be finite.
+_LARGEST_REWARD = 1e100
+
+# Of the files of reward functions, when they were first looked at: Python does not import a changed one again.
+_digests: dict[str, str] = {}
 
 
 class Generator(Protocol):
@@ -157,7 +162,7 @@ class RewardEvaluation:
         }
         # asynchronous ones run while the others are called
         given = {name: self._called(name, function, arguments) for name, function in self._functions.items()}
-        columns = [self._checked(name, values, arguments) for name, values in given.items()]
+        columns = [self._checked(name, values, rows) for name, values in given.items()]
         return [list(values) for values in zip(*columns, strict=True)]
 
     def _called(self, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
@@ -167,20 +172,23 @@ class RewardEvaluation:
                 return asyncio.run_coroutine_threadsafe(_result(values), _event_loop())
             return values
 
-    def _checked(self, name: str, values: Any, arguments: dict[str, Any]) -> list[float | None]:
+    def _checked(self, name: str, values: Any, rows: list[dict[str, Any]]) -> list[float | None]:
         where = f"task {self.task.name}: reward function {name}"
         with self._explained(name):
             values = values.result() if isinstance(values, Future) else values
+            if isinstance(values, str | Mapping):
+                raise TypeError(f"it gave a {type(values).__name__}, not a list of rewards")
             rewards = [None if value is None else float(value) for value in values]
-        if len(rewards) != len(arguments["prompts"]):
+        if len(rewards) != len(rows):
             raise ConfigError(
-                f"{where} gave {len(rewards)} rewards for {len(arguments['prompts'])} completions: it must give one "
-                "for each"
+                f"{where} gave {len(rewards)} rewards for {len(rows)} completions: it must give one for each"
             )
-        for prompt, reward in zip(arguments["prompts"], rewards, strict=True):
-            if reward is not None and not math.isfinite(reward):
+        for row, reward in zip(rows, rewards, strict=True):
+            # not NaN either
+            if reward is not None and not abs(reward) <= _LARGEST_REWARD:
                 raise ConfigError(
-                    f"{where} gave {reward} for the prompt {str(prompt)[:80]!r}: give None where there is no reward"
+                    f"{where} gave {reward} for the prompt {str(row['prompt'])[:80]!r}: give None where there is no "
+                    "reward"
                 )
         return rewards
 
@@ -188,7 +196,7 @@ class RewardEvaluation:
     def _explained(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # the function is the user's, and can raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"task {self.task.name}: reward function {name} failed: {problem}") from error
@@ -221,7 +229,15 @@ def _source(name: str, function: Callable) -> list[str]:
     modules = [sys.modules.get(module) for module in (name.partition(":")[0], written.__module__)]
     # what is compiled into the interpreter has no file
     paths = [getattr(module, "__file__", None) for module in modules]
-    return [digest_file(Path(path)) for path in paths if path]
+    digests = []
+    for path in filter(None, paths):
+        digests.append(digest_file(Path(path)))
+        if _digests.setdefault(path, digests[-1]) != digests[-1]:
+            raise ConfigError(
+                f"reward function {name}: {path} changed after it was imported, and is not imported again: start a "
+                "new process"
+            )
+    return digests
 
 
 @functools.cache

@@ -1,8 +1,10 @@
 """Means, differences and retained gains, with 95 % confidence intervals over prompts.
 
-All of them are Student t intervals: of the mean over the prompts; of the mean of the differences prompt by prompt,
-where two models answered the same prompts; and for the ratio of two such differences by Fieller's theorem, which takes
-their correlation into account and gives no interval where the denominator may be zero.
+Where every prompt has a score they are Student t intervals: of the mean over the prompts; of the mean of the
+differences prompt by prompt, where two models answered the same prompts; and for the ratio of two such differences by
+Fieller's theorem, which takes their correlation into account and gives no interval where the denominator may be zero.
+Scores of perplexity are its linearisation by example (`perplexity.py`), so that the same holds for it to first order.
+Where only a mean and its standard error are known, they are normal, of differences as of independent samples.
 """
 
 import functools

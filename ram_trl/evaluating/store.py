@@ -3,16 +3,19 @@
 A file is named by what was measured and how, not by the row: names of rows are labels, which may change.
 """
 
+import errno
+import fcntl
 import json
 import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from blake3 import blake3
 
 from ..errors import CorruptedFileError, OutputExistsError
+from ..storage.checkpoint import model_files
 from ..storage.durable import digest_file, explain_os_errors, make_dirs, read_json
 from .benchmark import BenchmarkEvaluation
 from .perplexity import PerplexityEvaluation
@@ -21,17 +24,18 @@ from .rows import Row
 from .statistics import Measurement
 
 
-__all__ = ["Evaluation", "Store", "model_files", "write_text"]
+__all__ = ["Evaluation", "Store", "digest_model_files", "write_text"]
 
 logger = logging.getLogger(__name__)
 
 Evaluation = RewardEvaluation | BenchmarkEvaluation | PerplexityEvaluation
 
 _RESULTS = "results"
+# Held by the process that writes to the directory, as long as it lives.
+_LOCK = ".lock"
+_locks: dict[Path, IO] = {}
 # Fields of a task that say how it is shown, not how it is measured.
 _LABELS = ("agent", "metric")
-# Files beside the weights that a model is asked by: tokenizer, chat template, configuration, generation.
-_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 class Store:
@@ -56,6 +60,25 @@ class Store:
             )
         with explain_os_errors(f"making {folder}"):
             make_dirs(folder)
+            self._lock()
+
+    def _lock(self) -> None:
+        path = (self._root / _LOCK).resolve()
+        if path in _locks:
+            return
+        file = path.open("w")
+        try:
+            # of the process: it may evaluate into the directory again
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise OutputExistsError(
+                    f"another command writes to {self._root}: wait for it, or choose another --output_dir"
+                ) from error
+            logger.debug("%s cannot be locked: %s", path, error)
+        else:
+            _locks[path] = file
 
     def load(self, row: Row, evaluation: Evaluation) -> dict[str, Any] | None:
         """What was measured of a row with just these settings, or `None`."""
@@ -109,10 +132,9 @@ class Store:
         return blake3(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def model_files(directory: Path) -> dict[str, str]:
+def digest_model_files(directory: Path) -> dict[str, str]:
     """Digests of a model's files that are not weights, by name: what it is asked by depends on them."""
-    files = [file for file in sorted(directory.iterdir()) if file.suffix in _ENDINGS and file.is_file()]
-    return {file.name: digest_file(file) for file in files if not file.name.endswith(".index.json")}
+    return {str(file.relative_to(directory)): digest_file(file) for file in model_files(directory)}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -85,11 +85,10 @@ class RewardTask:
     def __post_init__(self):
         _check(self, "reward_funcs is empty", bool(self.reward_funcs))
         weights = self.reward_weights
-        _check(
-            self, "reward_weights are not one for each of reward_funcs", weights is None or len(weights) == self.size
-        )
+        is_matched = weights is None or len(weights) == self.num_functions
+        _check(self, "reward_weights are not one for each of reward_funcs", is_matched)
         _check(self, "reward_weights are not finite", all(math.isfinite(weight) for weight in weights or ()))
-        _check(self, "reward_funcs names a function twice", len(set(self.reward_funcs)) == self.size)
+        _check(self, "reward_funcs names a function twice", len(set(self.reward_funcs)) == self.num_functions)
         _check(self, "limit, max_new_tokens and num_samples must be at least 1", self._counts_are_positive())
         _check(self, "temperature must be 0 or more", 0 <= self.temperature < float("inf"))
         _check(self, "top_p must be above 0 and at most 1", 0 < self.top_p <= 1)
@@ -98,7 +97,7 @@ class RewardTask:
         _check(self, "num_samples > 1 needs a temperature above 0: greedy samples are all alike", is_varied)
 
     @property
-    def size(self) -> int:
+    def num_functions(self) -> int:
         """Number of reward functions."""
         return len(self.reward_funcs)
 

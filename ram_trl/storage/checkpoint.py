@@ -22,6 +22,7 @@ __all__ = [
     "TensorWriter",
     "copy_model_files",
     "is_adapter",
+    "model_files",
     "parse_size",
     "plan_shards",
 ]
@@ -34,7 +35,17 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # What a model directory holds besides its weights and is wanted in a merged model too.
-_MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "additional_chat_templates/*", "LICENSE*", "NOTICE*")
+_MODEL_FILES = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "*.py",
+    "additional_chat_templates/*",
+    "LICENSE*",
+    "NOTICE*",
+)
 _NOT_MODEL_FILES = (
     ADAPTER_CONFIG,
     INDEX,
@@ -252,6 +263,16 @@ def parse_size(size: str | int) -> int:
     return int(match[1]) * _SIZE_UNITS[match[2].upper()]
 
 
+def model_files(path: Path) -> list[Path]:
+    """Files of a model directory besides its weights: configuration, tokenizer, chat template, code, licence."""
+    files = {file for pattern in _MODEL_FILES for file in path.glob(pattern)}
+    return [
+        file
+        for file in sorted(files)
+        if file.name not in _NOT_MODEL_FILES and not file.name.endswith(".index.json") and file.is_file()
+    ]
+
+
 def copy_model_files(source: Path, target: Path, weights: Iterable[TensorInfo]) -> None:
     """Copy configuration, tokenizer and chat template, everything but weights.
 
@@ -263,12 +284,10 @@ def copy_model_files(source: Path, target: Path, weights: Iterable[TensorInfo]) 
         weights (`Iterable[TensorInfo]`):
             Weights in the target. If they are of one floating dtype, the copied `config.json` declares it.
     """
-    for pattern in _MODEL_FILES:
-        for file in source.glob(pattern):
-            if file.name not in _NOT_MODEL_FILES and not file.name.endswith(".index.json") and file.is_file():
-                destination = target / file.relative_to(source)
-                destination.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, destination)
+    for file in model_files(source):
+        destination = target / file.relative_to(source)
+        destination.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, destination)
     dtypes = {info.dtype for info in weights if info.dtype.is_floating_point}
     if len(dtypes) == 1 and (target / "config.json").exists():
         config = read_json(target / "config.json")

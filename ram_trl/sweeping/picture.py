@@ -77,7 +77,8 @@ def _grid(result: SweepResult) -> Figure:
     axes.set_axisbelow(True)
     _legend(axes)
     left_out = len(result.ranked) - len(names)
-    axes.set_title(f"{len(names)} best of {len(result.ranked):,} merges" if left_out else f"{len(names)} merges")
+    title = f"{len(names)} best of {len(result.ranked):,} merges" if left_out else f"{len(names)} merges"
+    axes.set_title(f"{title}; {len(result.unscored):,} without a score" if result.unscored else title)
     axes.set_xlabel(f"{result.measure}, with the 95 % interval")
     if _is_wide(result):
         _by_magnitude(axes, "x")
@@ -118,7 +119,7 @@ def _history(axes: Axes, result: SweepResult) -> None:
         at = list(result.trials).index(result.best) + 1
         axes.plot(at, best, "*", color=_ORANGE, markersize=13, zorder=5)
         axes.set_title(f"Trial {at} is the best of {len(result.trials)}")
-    axes.set_xlabel("trial" + (" (x: could not be evaluated)" if result.failed else ""))
+    axes.set_xlabel("trial" + (" (x: no score)" if result.unscored else ""))
     axes.set_ylabel(result.measure.replace(" (", "\n("))
     axes.set_xlim(0.4, len(so_far) + 0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)

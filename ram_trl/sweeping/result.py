@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,43 +11,43 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError
+from ..evaluating.report import PERPLEXITY, kind_of
 from ..evaluating.statistics import Estimate
-from ..evaluating.tasks import BenchmarkTask, PerplexityTask, Task
 from ..storage.registry import AgentRegistry
 from ..table import align, escape_markdown, markdown_table
 from .search import Trial
 from .space import Space
 
 
-__all__ = ["SweepResult", "check_comparable", "check_tasks", "score_of"]
+__all__ = ["SweepResult", "check_comparable", "score_of"]
 
-_HIGHER, _LOWER, _PERPLEXITY = "higher is better", "lower is better", "perplexity, lower is better"
 # Columns of the table that are not scores.
 _HALF, _KEPT = "+-", "retained gain"
 
 
-def check_tasks(tasks: Sequence[Task]) -> None:
-    """Refuse tasks of which it is known before anything is measured that their scores have no common mean.
+def check_comparable(kinds: Mapping[str, str]) -> None:
+    """Refuse tasks whose scores have no common mean.
+
+    Args:
+        kinds (`Mapping[str, str]`):
+            The kind of scores of each task, from [`~ram_trl.evaluating.report.kind_of`].
 
     Raises:
         ConfigError: naming two of them and the cure.
     """
-    # a benchmark's direction is known when it has run
-    known = [task for task in tasks if not isinstance(task, BenchmarkTask)]
-    _check_one_kind((task.name, _PERPLEXITY if isinstance(task, PerplexityTask) else _HIGHER) for task in known)
-
-
-def check_comparable(tasks: Mapping[str, Mapping[str, Any]]) -> None:
-    """The same, of the tasks in the content of `evaluation.json`.
-
-    Raises:
-        ConfigError: naming two of them and the cure.
-    """
-    _check_one_kind((name, _kind(task)) for name, task in tasks.items())
+    first: dict[str, str] = {}
+    for task, kind in kinds.items():
+        first.setdefault(kind, task)
+    if len(first) > 1:
+        (one, task), (other, another) = list(first.items())[:2]
+        raise ConfigError(
+            f"tasks {task} ({one}) and {another} ({other}) have no common mean to choose by: sweep with tasks of one "
+            "kind, and evaluate the best on the others with recipes/evaluate.py"
+        )
 
 
 def score_of(content: Mapping[str, Any], name: str) -> Estimate | None:
-    """What a merge is judged by: its mean score over the tasks, of perplexities the geometric mean.
+    """What a merge is judged by: its mean score over the tasks.
 
     Args:
         content (`Mapping`):
@@ -58,14 +58,10 @@ def score_of(content: Mapping[str, Any], name: str) -> Estimate | None:
     Returns:
         [`~ram_trl.evaluating.statistics.Estimate`]: `None` if there is no such row, or it has no score in some task.
     """
-    row = content["rows"].get(name)
-    if row is None:
+    mean = content["rows"].get(name, {}).get("mean")
+    if mean is None or mean["value"] is None:
         return None
-    cells = [row["tasks"][task]["metrics"][known["metric"]] for task, known in content["tasks"].items()]
-    if len(cells) > 1 and all(_kind(task) == _PERPLEXITY for task in content["tasks"].values()):
-        return _geometric_mean(cells)
-    mean = cells[0] if len(cells) == 1 else row["mean"]
-    return None if mean["value"] is None else Estimate(mean["value"], *(mean["interval"] or (None, None)), mean["n"])
+    return Estimate(mean["value"], *(mean["interval"] or (None, None)), mean["n"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +95,9 @@ class SweepResult:
     @property
     def measure(self) -> str:
         """What the merges are judged by, in words."""
-        kind = _kind(next(iter(self.content["tasks"].values())))
-        if not self.has_mean:
-            return f"score of {next(iter(self.content['tasks']))} ({kind})"
-        return f"{self._mean} over the tasks ({kind})"
+        name, task = next(iter(self.content["tasks"].items()))
+        measure = f"{self._mean} over the tasks" if self.has_mean else f"score of {name}"
+        return f"{measure} ({kind_of(task)})"
 
     @functools.cached_property
     def ranked(self) -> list[str]:
@@ -116,9 +111,10 @@ class SweepResult:
         return next(iter(self.ranked), None)
 
     @property
-    def failed(self) -> dict[str, str]:
-        """Why merges could not be made, by name."""
-        return {name: trial.failed for name, trial in self.trials.items() if trial.failed is not None}
+    def unscored(self) -> dict[str, str]:
+        """Why merges have no score, by name."""
+        names = [name for name, trial in self.trials.items() if trial.score is None]
+        return {name: self.content["failed"].get(name) or self._gap(name) for name in names}
 
     def text(self) -> str:
         """The table as plain text, with a star at the best."""
@@ -139,9 +135,9 @@ class SweepResult:
             f"Judged by the {self.measure}. Bold: the best of the merges; underlined: the second.",
             "\n".join(markdown_table(rows, 1)),
         ]
-        if self.failed:
-            failed = [f"- {escape_markdown(f'{name}: {problem}')}" for name, problem in self.failed.items()]
-            parts.append("\n".join(["Not evaluated:", "", *failed]))
+        if self.unscored:
+            unscored = [f"- {escape_markdown(f'{name}: {problem}')}" for name, problem in self.unscored.items()]
+            parts.append("\n".join(["Without a score:", "", *unscored]))
         return "\n\n".join(parts) + "\n"
 
     def best_options(self, registry: AgentRegistry, base_model: str | None) -> str:
@@ -156,24 +152,26 @@ class SweepResult:
 
     @property
     def _mean(self) -> str:
-        kind = _kind(next(iter(self.content["tasks"].values())))
-        return "geometric mean" if kind == _PERPLEXITY else "mean"
+        kind = kind_of(next(iter(self.content["tasks"].values())))
+        return "geometric mean" if kind == PERPLEXITY else "mean"
 
-    def _head(self) -> list[str]:
-        return ["", *self.content["tasks"], *([self._mean] if self.has_mean else []), _HALF, _KEPT]
+    def _gap(self, name: str) -> str:
+        scores = dict(zip(self.content["tasks"], self._scores(name), strict=True))
+        return f"no finite score of {', '.join(task for task, score in scores.items() if score is None)}"
 
     def _table(self) -> tuple[list[str], list[str], list[tuple[float | None, ...]]]:
         """The head of the table, the names of its lines (base, merges; of a search the best first), its columns."""
-        names = list(self.trials)
-        if self.is_search:
-            names.sort(key=lambda name: self.ranked.index(name) if name in self.ranked else len(names))
+        names = [*self.ranked, *self.unscored] if self.is_search else list(self.trials)
         names = ["base", *(name for name in names if name in self.content["rows"])]
-        return self._head(), names, list(zip(*map(self._numbers, names), strict=True))
+        head = ["", *self.content["tasks"], *([self._mean] if self.has_mean else []), _HALF, _KEPT]
+        return head, names, list(zip(*map(self._numbers, names), strict=True))
+
+    def _scores(self, name: str) -> list[float | None]:
+        cells = self.content["rows"][name]["tasks"]
+        return [cells[task]["metrics"][known["metric"]]["value"] for task, known in self.content["tasks"].items()]
 
     def _numbers(self, name: str) -> list[float | None]:
         """A line: scores, their mean, half of its interval, and what is kept of the agents' gains."""
-        cells = self.content["rows"][name]["tasks"]
-        scores = [cells[task]["metrics"][known["metric"]]["value"] for task, known in self.content["tasks"].items()]
         estimate = score_of(self.content, name) or Estimate(None, None, None, 0)
         half = None if estimate.low is None else (estimate.high - estimate.low) / 2
         agents = self.trials[name].settings["agents"] if name in self.trials else []
@@ -184,7 +182,7 @@ class SweepResult:
             if gain["row"] == name and gain["agent"] in agents and gain["note"] is None and gain["value"] is not None
         ]
         kept = math.fsum(gains) / len(gains) if gains else None
-        return [*scores, *([estimate.value] if self.has_mean else []), half, kept]
+        return [*self._scores(name), *([estimate.value] if self.has_mean else []), half, kept]
 
 
 def _cells(head: str, column: Sequence[float | None]) -> list[str]:
@@ -201,38 +199,3 @@ def _marked(head: str, column: Sequence[float | None], higher_is_better: bool) -
         return texts
     forms = {known[0]: "**{}**", known[1]: "<u>{}</u>"}
     return texts[:1] + [forms.get(value, "{}").format(text) for text, value in zip(texts[1:], column[1:], strict=True)]
-
-
-def _kind(task: Mapping[str, Any]) -> str:
-    """Which scores a task's can be averaged with."""
-    if task["higher_is_better"]:
-        return _HIGHER
-    return _PERPLEXITY if task["kind"] == "perplexity" or "perplexity" in task["metric"] else _LOWER
-
-
-def _check_one_kind(kinds: Iterable[tuple[str, str]]) -> None:
-    first: dict[str, str] = {}
-    for name, kind in kinds:
-        first.setdefault(kind, name)
-    if len(first) > 1:
-        (one, task), (other, another) = list(first.items())[:2]
-        raise ConfigError(
-            f"tasks {task} ({one}) and {another} ({other}) have no common mean to choose by: sweep with tasks of one "
-            "kind, and evaluate the best on the others with recipes/evaluate.py"
-        )
-
-
-def _geometric_mean(cells: Sequence[Mapping[str, Any]]) -> Estimate | None:
-    """The mean of the logarithms, in which perplexities of easy and of hard texts count alike."""
-    if any(cell["value"] is None or cell["value"] <= 0 for cell in cells):
-        return None
-    logs, n = [math.log(cell["value"]) for cell in cells], sum(cell["n"] for cell in cells)
-    mean = math.fsum(logs) / len(logs)
-    if any(cell["interval"] is None or cell["interval"][0] <= 0 for cell in cells):
-        return Estimate(math.exp(mean), None, None, n)
-    # of tasks that are independent of each other
-    low, high = (
-        math.hypot(*(math.log(cell["interval"][end]) - log for cell, log in zip(cells, logs, strict=True))) / len(logs)
-        for end in (0, 1)
-    )
-    return Estimate(math.exp(mean), math.exp(mean - low), math.exp(mean + high), n)

@@ -1,7 +1,7 @@
 """Looking for the best merge of a space with Optuna, one trial after the other.
 
-A proposal is a function of the space, the trials before it and the seed alone: a search that was interrupted goes
-on with the very trials that it would have had otherwise.
+A proposal is a function of the space, the trials before it, the seed and the version of Optuna alone: a search that
+was interrupted goes on with the very trials that it would have had otherwise.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, CorruptedFileError
+from ..errors import CorruptedFileError
 from ..evaluating.store import write_text
 from ..storage.durable import read_json
 from .space import Choices, Range, Space
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import optuna
 
 
-__all__ = ["Trial", "check_optuna", "propose", "read_trials", "write_trials"]
+__all__ = ["Trial", "propose", "read_trials", "write_trials"]
 
-# Optuna is asked so often for a merge that was not tried yet, before one is drawn.
-_ATTEMPTS = 20
+# Optuna is asked so often for a merge that was not tried yet, before one is drawn; so often at most.
+_ATTEMPTS, _DRAWS = 20, 1000
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,26 +38,11 @@ class Trial:
             Arguments of [`apply_merge`] there.
         score (`float`, *optional*):
             Its score; `None` if it has none.
-        failed (`str`, *optional*):
-            Why it could not be made.
     """
 
     point: dict[str, Any]
     settings: dict[str, Any]
     score: float | None = None
-    failed: str | None = None
-
-
-def check_optuna() -> None:
-    """Refuse a search where Optuna is not installed.
-
-    Raises:
-        ConfigError: with the cure.
-    """
-    try:
-        import optuna  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"--search needs Optuna: pip install 'ram_trl[sweep]' ({error})") from error
 
 
 def propose(space: Space, trials: Sequence[Trial], higher_is_better: bool, seed: int) -> dict[str, Any] | None:
@@ -74,7 +59,7 @@ def propose(space: Space, trials: Sequence[Trial], higher_is_better: bool, seed:
             Seed of the search.
 
     Returns:
-        `dict`: a point of a merge that was not tried yet; `None` if there is none.
+        `dict`: a point of a merge that was not tried yet; `None` if there is none, or none was found.
     """
     import optuna
 
@@ -85,19 +70,24 @@ def propose(space: Space, trials: Sequence[Trial], higher_is_better: bool, seed:
     try:
         study = optuna.create_study(
             direction="maximize" if higher_is_better else "minimize",
-            sampler=optuna.samplers.TPESampler(seed=generator.getrandbits(32)),
+            # what a new version of Optuna may have other defaults for
+            sampler=optuna.samplers.TPESampler(seed=generator.getrandbits(32), multivariate=True, constant_liar=True),
         )
         for trial in trials:
             study.add_trial(_frozen(space, trial))
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS + _DRAWS):
+            if attempt == _ATTEMPTS:
+                # what is best may be one merge alone, which Optuna proposes again and again
+                if space.is_countable:
+                    rest = [point for point in space.points() if space.key(point) not in tried]
+                    return generator.choice(rest) if rest else None
+                study.sampler = optuna.samplers.RandomSampler(seed=generator.getrandbits(32))
             point = _asked(space, study.ask())
             if space.key(point) not in tried:
                 return point
     finally:
         optuna.logging.set_verbosity(verbosity)
-    # a small space, most of which was tried
-    rest = [point for point in space.points() if space.key(point) not in tried] if space.is_countable else []
-    return generator.choice(rest) if rest else None
+    return None
 
 
 def read_trials(path: Path) -> list[Trial]:

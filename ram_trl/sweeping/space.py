@@ -13,9 +13,10 @@ from ..merging.plan import MergeSettings
 from ..storage.registry import AgentRegistry
 
 
-__all__ = ["DEFAULT_METHOD", "GROUPS", "Choices", "Range", "Space", "short"]
+__all__ = ["DEFAULT_METHOD", "GROUPS", "Choices", "Range", "Space", "ends", "short"]
 
-DEFAULT_METHOD = MergeSettings().method
+_DEFAULTS = MergeSettings()
+DEFAULT_METHOD = _DEFAULTS.method
 # Options with parts of their own: weights.NAME, method_options.NAME.
 GROUPS = ("weights", "method_options")
 # Merges that nobody means to evaluate.
@@ -33,12 +34,12 @@ class Choices:
 
     values: dict[str, Any]
 
+    @property
+    def size(self) -> int:
+        return len(self.values)
+
     def labels(self) -> list[str]:
         """All of them."""
-        return list(self.values)
-
-    def ends(self) -> list[str]:
-        """Those by which all of them can be judged."""
         return list(self.values)
 
     def holds(self, value: Any) -> bool:
@@ -73,21 +74,26 @@ class Range:
         digits = 6 if self.step is None else 12
         return min(max(float(f"{value:.{digits}g}"), self.low), self.high)
 
-    def labels(self) -> list[float] | None:
-        """All of them, if they can be listed."""
+    @property
+    def size(self) -> float:
+        """How many there are."""
         if self.step is None:
-            return None
+            return math.inf
         # a last step that rounding has made too long counts
-        count = math.floor((self.high - self.low) / self.step * (1 + 1e-9)) + 1
-        return [self.tidy(self.low + at * self.step) for at in range(count)]
+        return math.floor((self.high - self.low) / self.step * (1 + 1e-9)) + 1
 
-    def ends(self) -> list[float]:
-        """Those by which all of them can be judged."""
-        return [self.low, self.high]
+    def at(self, position: int) -> float:
+        """The value after so many steps."""
+        return self.tidy(self.low + position * self.step)
+
+    def labels(self) -> list[float]:
+        """All of them, of a range with steps."""
+        return [self.at(position) for position in range(self.size)]
 
     def holds(self, value: Any) -> bool:
-        labels = self.labels()
-        return isinstance(value, int | float) and self.low <= value <= self.high and (not labels or value in labels)
+        if not isinstance(value, int | float) or not self.low <= value <= self.high:
+            return False
+        return self.step is None or self.at(round((value - self.low) / self.step)) == value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,7 @@ class Space:
         options (`dict[str, Choices | Range]`):
             What each option may be.
         agents (`list[str]`, *optional*):
-            The agents that are merged where `agents` is not an option.
+            All agents that are merged; where `agents` is not an option, by every merge.
     """
 
     path: str
@@ -112,12 +118,12 @@ class Space:
     @property
     def varying(self) -> list[str]:
         """The options that have several values."""
-        return [name for name, option in self.options.items() if _size(option) != 1]
+        return [name for name, option in self.options.items() if option.size != 1]
 
     @property
     def is_countable(self) -> bool:
         """Whether all of its points can be listed."""
-        return math.prod(map(_size, self.options.values())) <= _MOST
+        return math.prod(option.size for option in self.options.values()) <= _MOST
 
     def pinned(self, registry: AgentRegistry, agents: Sequence[str] | None) -> "Space":
         """The same with the versions that the agents have now, so that all merges are of the same ones.
@@ -129,17 +135,22 @@ class Space:
                 The agents that are merged where `agents` is not an option; by default the latest of every agent.
 
         Raises:
-            RamTrlError: naming an agent that there is not, or a weight of an agent that is merged nowhere.
+            RamTrlError: naming an agent that there is not, a weight of an agent that is merged nowhere, or `agents` if
+                it is an option.
         """
-        merged = [str(agent) for agent in (registry if agents is None else map(registry.get, agents))]
-        options, subsets = dict(self.options), {"": merged}
-        if "agents" in options:
+        options = dict(self.options)
+        if "agents" not in options:
+            merged = [str(agent) for agent in (registry if agents is None else map(registry.get, agents))]
+        elif agents is not None:
+            raise ConfigError(f"{self.path} has agents, the subsets that are merged: leave out --agents")
+        else:
             subsets = {
                 label: [str(registry.get(spec)) for spec in subset]
                 for label, subset in options["agents"].values.items()
             }
             options["agents"] = Choices(subsets)
-        known = {name for subset in subsets.values() for spec in subset for name in _names(spec)}
+            merged = list(dict.fromkeys(itertools.chain(*subsets.values())))
+        known = {name for spec in merged for name in _names(spec)}
         for option, spec in options.items():
             group, _, name = option.partition(".")
             if group == "weights":
@@ -195,12 +206,19 @@ class Space:
         for option in self.varying:
             if option in point:
                 value = settings[option] if option in GROUPS else point[option]
-                cells.append(f"{option}={value if isinstance(value, str) else short(value)}")
+                cells.append(f"{option}={short(value)}")
         return " ".join(cells) or "merge"
 
     def key(self, point: Mapping[str, Any]) -> str:
         """What two points have in common that come to the same merge."""
-        return json.dumps(self.settings(point), sort_keys=True)
+        settings = self.settings(point)
+        rescale = METHODS[settings.get("method", DEFAULT_METHOD)].rescale
+        if rescale is not None:
+            used = {name: settings.pop(name, getattr(_DEFAULTS, name)) for name in ("r", "alpha")}
+            # where one of them is 0 nothing is rescaled, whatever the other is
+            if rescale(math.inf, **used) != 1:
+                settings.update(used)
+        return json.dumps(settings, sort_keys=True)
 
     def points(self) -> list[dict[str, Any]]:
         """Every point; of those that come to the same merge the first.
@@ -209,7 +227,7 @@ class Space:
             ConfigError: if they cannot be listed.
         """
         for name, option in self.options.items():
-            if math.isinf(_size(option)):
+            if math.isinf(option.size):
                 raise ConfigError(f"{self.path}: {name} is a range: list its values, give it a step, or --search it")
         if not self.is_countable:
             raise ConfigError(f"{self.path} describes more than {_MOST:,} merges")
@@ -223,14 +241,10 @@ class Space:
     def corners(self) -> list[dict[str, Any]]:
         """Merges that, if they can be planned, all can: of every method and subset, with the smallest epsilon."""
         names = [name for name in ("agents", "method", "epsilon") if name in self.options]
-        ends = [self.options[name].ends() for name in names]
+        values = [ends(self.options[name]) for name in names]
         if "epsilon" in names:
-            ends[-1] = [min(ends[-1], key=float)]
-        return [self.settings(dict(zip(names, values, strict=True))) for values in itertools.product(*ends)]
-
-    def merges(self) -> dict[str, dict[str, Any]]:
-        """All of them as a grid: arguments of [`apply_merge`] by their names."""
-        return {self.label(point): self.settings(point) for point in self.points()}
+            values[-1] = [min(values[-1], key=float)]
+        return [self.settings(dict(zip(names, chosen, strict=True))) for chosen in itertools.product(*values)]
 
     def _value(self, point: Mapping[str, Any], option: str, default: Any = None) -> Any:
         if option not in point:
@@ -245,9 +259,9 @@ def _depends(rescale: Callable[..., float], option: str) -> bool:
     return rescale(2.0, **known) != rescale(2.0, **{**known, option: 1.5})
 
 
-def _size(option: Choices | Range) -> float:
-    labels = option.labels()
-    return math.inf if labels is None else len(labels)
+def ends(option: Choices | Range) -> list[Any]:
+    """The values by which all of them can be judged."""
+    return [option.low, option.high] if isinstance(option, Range) else option.labels()
 
 
 def _names(spec: str) -> tuple[str, str]:

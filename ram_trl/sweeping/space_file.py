@@ -20,7 +20,7 @@ from ..arithmetic.methods import METHODS
 from ..errors import ConfigError
 from ..merging.plan import MergeSettings
 from ..options import read_yaml
-from .space import DEFAULT_METHOD, GROUPS, Choices, Range, Space, short
+from .space import DEFAULT_METHOD, GROUPS, Choices, Range, Space, ends, short
 
 
 __all__ = ["read_space"]
@@ -63,7 +63,7 @@ def read_space(path: str) -> Space:
         for part in (name, *(f"{name}.{part}" for part in sorted(parts))):
             if not any(space.applies(part, point) for point in points):
                 raise ConfigError(f"{path}: {part} is no option of method={', '.join(methods)}")
-        for point, value in itertools.product(points, option.ends()):
+        for point, value in itertools.product(points, ends(option)):
             if not space.applies(name, point):
                 continue
             settings = space.settings({**point, name: value})
@@ -123,7 +123,7 @@ def _range(path: str, name: str, spec: dict[str, Any], methods: Sequence[str]) -
             raise ConfigError(f"{path}: {name}={spec!r}: {problem}")
     option = Range(low, high, log, 1.0 if is_whole and not log and step is None else step, is_whole)
     # the last value that there is
-    return dataclasses.replace(option, high=(option.labels() or [high])[-1])
+    return option if option.step is None else dataclasses.replace(option, high=option.at(option.size - 1))
 
 
 def _number(path: str, name: str, value: Any) -> float:
