@@ -1,6 +1,7 @@
 """`apply_merge`, `apply_agent`: a loaded base is another model for a while, and then the base again, bit for bit."""
 
 import _thread
+import signal
 
 import pytest
 import torch
@@ -284,6 +285,8 @@ def test_ctrl_c_while_the_base_is_given_back_is_heard_afterwards(zoo, monkeypatc
     model = load(base)
     before = bits(model)
     pressed = []
+    # what runs in the background of a shell ignores it
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def impatient(piece):
         # a user presses it again and again
@@ -292,8 +295,11 @@ def test_ctrl_c_while_the_base_is_given_back_is_heard_afterwards(zoo, monkeypatc
             _thread.interrupt_main()
         return digest_piece(piece)
 
-    with pytest.raises(KeyboardInterrupt), apply_merge(model, registry):
-        monkeypatch.setattr("ram_trl.evaluating.in_place.digest_piece", impatient)
+    try:
+        with pytest.raises(KeyboardInterrupt), apply_merge(model, registry):
+            monkeypatch.setattr("ram_trl.evaluating.in_place.digest_piece", impatient)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert len(pressed) == 3
     assert_same(model, before)
 
