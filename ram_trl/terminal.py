@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from .errors import RamTrlError
 
 
-__all__ = ["exit_on_error", "progress_bar"]
+__all__ = ["NOT_EVALUATED", "exit_on_error", "progress_bar"]
+
+# Exit code of a recipe that has evaluated or merged something, but could not evaluate all.
+NOT_EVALUATED = 3
 
 
 @contextlib.contextmanager

@@ -17,11 +17,7 @@ import sys
 
 from ram_trl.config import EvaluationConfig
 from ram_trl.options import parse_config
-from ram_trl.terminal import exit_on_error, progress_bar
-
-
-# Something could not be evaluated, the rest was.
-NOT_EVALUATED = 3
+from ram_trl.terminal import NOT_EVALUATED, exit_on_error, progress_bar
 
 
 def main() -> None:

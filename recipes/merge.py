@@ -22,11 +22,7 @@ import traceback
 
 from ram_trl.config import MergeConfig
 from ram_trl.options import parse_config
-from ram_trl.terminal import exit_on_error, progress_bar
-
-
-# The model is merged and published, but was not evaluated.
-NOT_EVALUATED = 3
+from ram_trl.terminal import NOT_EVALUATED, exit_on_error, progress_bar
 
 
 def read_eval_tasks(config):

@@ -23,13 +23,11 @@ from dataclasses import dataclass, field
 from ram_trl.config import EvaluationConfig
 from ram_trl.errors import ConfigError
 from ram_trl.options import parse_config
-from ram_trl.terminal import exit_on_error, progress_bar
+from ram_trl.terminal import NOT_EVALUATED, exit_on_error, progress_bar
 
 
 # Merges that a search tries if nobody says how many.
 NUM_TRIALS = 30
-# Some merge of a grid has no score, the rest was evaluated.
-NOT_EVALUATED = 3
 
 
 @dataclass(kw_only=True)

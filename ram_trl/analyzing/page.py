@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .colours import INK, PAPER, agent_colours
+from ..picture_style import INK, PAPER
+from .colours import agent_colours
 
 
 __all__ = ["analysis_page"]

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
-from .colours import INK, PALETTE, PAPER, agent_colours
+from ..picture_style import INK, PICTURE_STYLE
+from .colours import PALETTE, agent_colours
 
 
 __all__ = ["PICTURES", "draw"]
@@ -50,25 +51,8 @@ def draw(data: dict[str, Any], name: str) -> dict[str, bytes]:
 
 @contextmanager
 def _style(salt: str) -> Iterator[None]:
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": salt,
-        # names are no formulas
-        "text.parse_math": False,
-        "font.size": 9.5,
-        "font.family": "sans-serif",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 10.5,
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "axes.linewidth": 0.7,
-        "legend.frameon": False,
-        "figure.facecolor": PAPER,
-        "axes.facecolor": "none",
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    }
-    with matplotlib.rc_context(style):
+    salted = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}
+    with matplotlib.rc_context({**PICTURE_STYLE, **salted}):
         yield
 
 

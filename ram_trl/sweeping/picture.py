@@ -10,13 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..evaluating.statistics import Estimate
+from ..picture_style import PICTURE_STYLE
 from .result import SweepResult, score_of
 from .space import Choices
 
 
 __all__ = ["draw_sweep"]
 
-_BLUE, _ORANGE, _GREY, _PALE, _INK = "#0072B2", "#D55E00", "#999999", "#e6e6e6", "#1f2328"
+_BLUE, _ORANGE, _GREY, _PALE = "#0072B2", "#D55E00", "#999999", "#e6e6e6"
 _WIDTH = 9.0
 # A picture with more merges than this shows the best of them.
 _MOST_ROWS = 50
@@ -26,21 +27,6 @@ _LONGEST = 90
 _COLUMNS = 3
 # Names of choices that are longer than this together are written aslant.
 _MOST_LETTERS = 22
-_STYLE = {
-    # names are no formulas
-    "text.parse_math": False,
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.linewidth": 0.7,
-    "legend.frameon": False,
-    "figure.facecolor": "#fefefe",
-    "axes.facecolor": "none",
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
-}
 
 
 def draw_sweep(result: SweepResult) -> bytes:
@@ -53,7 +39,7 @@ def draw_sweep(result: SweepResult) -> bytes:
     Returns:
         `bytes`: a PNG, the same bytes every time.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(PICTURE_STYLE):
         figure = _search(result) if result.is_search else _grid(result)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=150, metadata={"Software": None})
