@@ -19,6 +19,7 @@ from test_merge import full_delta, lora_delta
 from tiles import computed_by
 
 from ram_trl import AgentRegistry, analyze_agents, merge_agents, register_agent
+from ram_trl.analyzing.analyze import _grid
 from ram_trl.analyzing.places import Place, find_place
 from ram_trl.errors import BaseModelError, ConfigError, NonFiniteError
 
@@ -101,6 +102,13 @@ def assert_epsilons(data, vectors):
             sizes = np.abs(vectors[t])
             lost = pytest.approx(sizes[~active[t]].sum() / sizes.sum(), rel=1e-5, abs=1e-8) if sizes.any() else None
             assert step["lost_magnitude"] == lost
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-300, 1e-8, 1e-7, 1e-5, 2.5e-4, 1e4])
+def test_thresholds_begin_at_the_merge_s_own_and_stay_few(epsilon):
+    grid = _grid(epsilon)
+    assert grid[0] == epsilon and grid[-1] >= 1e3 and len(grid) <= 22
+    assert grid == sorted(set(grid)) and all(3e-7 <= level for level in grid[1:])
 
 
 def assert_pairs(data, vectors, names, shapes):

@@ -1,5 +1,6 @@
 """The compiled loops against their definitions in torch and numpy, bit for bit, with every set of instructions."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from tiles import DTYPES, ENGINES, HALVES, all_patterns, bits, computed_by, random_bits, trained
 
 from ram_trl import AgentRegistry, merge_agents, register_agent
+from ram_trl.analyzing.statistics import Statistics, Yardstick, measure_tile
 from ram_trl.arithmetic import kernels
 from ram_trl.arithmetic.codec import DEFAULT_EPSILON, TILE_NUMEL, apply_layer, encode_tile, unpack_layers
 from ram_trl.arithmetic.masks import decode_mask, encode_mask, pack_bits
@@ -392,6 +394,56 @@ def test_random_numbers_are_those_of_torch(level):
         drawn = uniform(numel, **stream)
         with computed_by("torch"):
             assert torch.equal(drawn, uniform(numel, **stream))
+
+
+def measured(updates, base, merged, num_agents, epsilons):
+    statistics = Statistics.zeros(num_agents, len(epsilons))
+    # what is there already is added to
+    for _ in range(2):
+        measure_tile(updates, base, merged, Yardstick(epsilons, [1.0] * num_agents), statistics)
+    return {field.name: getattr(statistics, field.name) for field in dataclasses.fields(statistics)}
+
+
+def tiles_to_measure(numel):
+    """Updates of some of the agents of an analysis, a base and a merged tile, and thresholds."""
+    grids = [[1e-5], [0.0, 1e-5, 1e-4, 1e-3, 1e3], [3e38]]
+    for number, (num_agents, epsilons) in enumerate(itertools.product((1, 2, 5), grids)):
+        generator = torch.Generator().manual_seed(numel + number)
+        base = torch.randn(numel, generator=generator) * 0.02
+        updates = []
+        for position in range(num_agents):
+            delta = torch.randn(numel, generator=generator) * 10.0 ** (-5 + position)
+            # few, half, and nearly all of them; and one agent that changes nothing that counts
+            delta[torch.rand(numel, generator=generator) > (0.01, 0.5, 0.99)[position % 3]] = 0.0
+            updates.append(TileUpdate(2 * position, base + delta, delta if position != 4 else delta * 1e-30))
+        merged = base + sum(update.delta for update in updates)
+        yield updates, base, merged, 2 * num_agents, epsilons
+
+
+def test_statistics_are_those_of_numpy(level):
+    for numel in [*SIZES, 5000]:
+        for tile in tiles_to_measure(numel):
+            found = measured(*tile)
+            with computed_by("torch"):
+                expected = measured(*tile)
+            for name, values in expected.items():
+                if values.dtype == np.int64 or name == "largest":
+                    assert np.array_equal(found[name], values), name
+                else:
+                    # products of both signs nearly cancel
+                    scale = np.abs(values).max() if name == "products" else 0.0
+                    np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12 * scale, err_msg=name)
+
+
+def test_statistics_are_the_same_bits_with_every_set_of_instructions():
+    tile = next(itertools.islice(tiles_to_measure(5000), 7, None))
+    results = []
+    for name in LEVELS:
+        kernels.compiled.use_level(name)
+        results.append(measured(*tile))
+    assert results[0]["products"].any() and results[0]["l1"].all(axis=0).any()
+    for found in results:
+        assert all(np.array_equal(found[name], values) for name, values in results[0].items())
 
 
 @pytest.mark.parametrize("kind", ["any bits", "trained"])

@@ -115,7 +115,7 @@ def _probe(plan: MergePlan, progress: Progress | None) -> tuple[OverlapCounts, l
 
 def _grid(epsilon: float) -> list[float]:
     """Thresholds from a merge's own upwards, in steps of half a decade: times 3, times 10, times 30, ..."""
-    start = epsilon or _FIRST_STEP
+    start = max(epsilon, _FIRST_STEP)
     steps, grid = 0, [epsilon]
     while grid[-1] < _LAST_STEP:
         steps += 1

@@ -1,7 +1,7 @@
 """What is counted and added up in one tile: pure functions of the agents' changes.
 
-Counts are integers, sums of magnitudes are float64. Masks are compared as bitmaps, 64 elements in one operation, so
-that every agent is compared with every other one at little cost beside reading them.
+Counts are integers, sums of magnitudes are float64. numpy defines them, with masks as bitmaps, 64 elements in one
+operation; the compiled loops (`_kernels_measure.h`) count the same, and add up in another order.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arithmetic import kernels
 from ..arithmetic.masks import unpack_bits
 from ..arithmetic.ram import TileUpdate
 
@@ -116,6 +117,10 @@ def measure_tile(
             Statistics to add to, in place.
     """
     at = [update.agent for update in updates]
+    if kernels.compiled:
+        applied = merged.float() - base.float()
+        _measure_compiled([*(update.delta for update in updates), applied], at, yardstick.epsilons, statistics)
+        return
     for start in range(0, len(base), _SLICE):
         part = slice(start, start + _SLICE)
         deltas = np.stack([update.delta[part].numpy() for update in updates])
@@ -126,6 +131,29 @@ def measure_tile(
         rows = torch.from_numpy(np.concatenate([deltas, applied[None]])).double()
         places = np.ix_([*at, -1], [*at, -1])
         statistics.products[places] += (rows @ rows.T).numpy()
+
+
+def _measure_compiled(
+    deltas: Sequence[Tensor], at: list[int], epsilons: Sequence[float], statistics: Statistics
+) -> None:
+    """The same by the compiled loops; the last of the deltas is what a merge adds."""
+    n, levels = len(at), len(epsilons)
+    integers, bins = np.zeros((1 + 2 * levels + 3 * n, n), np.int64), 2 * (levels + 1)
+    sums = np.zeros((2 * bins + 3) * n + (n + 1) ** 2)
+    thresholds = np.array(epsilons, np.float32)
+    kernels.compiled.measure([delta.numpy() for delta in deltas], thresholds, integers, sums)
+    counts = np.split(integers, np.cumsum([1, levels, levels, n, n]))
+    statistics.moved[at] += counts[0][0]
+    statistics.active[:, at] += counts[1]
+    statistics.unique[:, at] += counts[2]
+    statistics.overlaps[at, :n] += counts[3]
+    statistics.both[np.ix_(at, at)] += counts[4]
+    statistics.same_sign[np.ix_(at, at)] += counts[5]
+    rows, products = sums[: -((n + 1) ** 2)].reshape(-1, n), sums[-((n + 1) ** 2) :]
+    for i, t in enumerate(at):
+        _add_bins(*rows[: 2 * bins, i].reshape(2, 2, -1), t, statistics)
+    statistics.largest[:, at] = np.maximum(statistics.largest[:, at], rows[2 * bins :])
+    statistics.products[np.ix_([*at, -1], [*at, -1])] += products.reshape(n + 1, n + 1)
 
 
 def _count(
@@ -185,16 +213,21 @@ def _add_up(
         l1, squares = (
             np.bincount(bins, weights, 2 * (num_levels + 1)).reshape(2, -1) for weights in (size, size * size)
         )
-        for sums, total in ((l1, statistics.l1), (squares, statistics.squares)):
-            total[:, t] += sums.sum(), sums[1].sum(), sums[0, 1:].sum()
-        # beyond a level is what is in the bins above it
-        statistics.kept[:, t] += l1.sum(axis=0)[:0:-1].cumsum()[::-1]
+        _add_bins(l1, squares, t, statistics)
         statistics.moved[t] += len(moved)
         statistics.largest[ALL, t] = max(statistics.largest[ALL, t], sizes[i].max())
         for row, mask in masks.items():
             # positive floats are in the order of their bits
             largest = (bits[i] & -mask[i].astype(np.int32)).max().view(np.float32)
             statistics.largest[row, t] = max(statistics.largest[row, t], largest)
+
+
+def _add_bins(l1: np.ndarray, squares: np.ndarray, t: int, statistics: Statistics) -> None:
+    """Adds sums of one agent: [not unique, unique] by the number of thresholds that an element is beyond."""
+    for sums, total in ((l1, statistics.l1), (squares, statistics.squares)):
+        total[:, t] += sums.sum(), sums[1].sum(), sums[0, 1:].sum()
+    # beyond a level is what is in the bins above it
+    statistics.kept[:, t] += l1.sum(axis=0)[:0:-1].cumsum()[::-1]
 
 
 def _changed_by_at_least(masks: np.ndarray) -> np.ndarray:

@@ -23,6 +23,9 @@
 /* 64-bit words of masks that are counted together. */
 #define WORDS 64
 #define MAX_DIGITS 16
+/* An agent's elements are counted in bytes, and so are its thresholds. */
+#define MAX_MEASURED 255
+#define MAX_THRESHOLDS 63
 
 #define ALIGNED __attribute__((aligned(64)))
 /* A function of which every call with other constants is to be a loop of its own. */
@@ -91,6 +94,26 @@ typedef struct {
     Py_ssize_t num_codes, num_escapes;
 } Layer;
 
+/* One agent's part of a chunk that is measured; flags are bytes of 0 or 1. */
+typedef struct {
+    ALIGNED double row[CHUNK];
+    ALIGNED int32_t bits[CHUNK];
+    /* by how many thresholds it is exceeded */
+    ALIGNED uint8_t beyond[CHUNK], active[CHUNK], unique[CHUNK], rising[CHUNK], moved[CHUNK];
+} Measured;
+
+/* What is added up over a tile: fields of `Statistics`, for these agents. */
+typedef struct {
+    Py_ssize_t num_agents, num_thresholds;
+    /* of every agent, and what a merge adds */
+    const float **deltas;
+    /* bits of thresholds, which are in their order */
+    int32_t thresholds[MAX_THRESHOLDS];
+    Measured *chunks;
+    int64_t *moved, *active, *unique, *overlaps, *both, *same_sign;
+    double *l1, *squares, *largest, *products;
+} Measure;
+
 static inline uint32_t as_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -139,6 +162,7 @@ static uint64_t SPREAD_TABLE[256];
 
 #define LEVEL(name) name##_baseline
 #include "_kernels_isa.h"
+#include "_kernels_measure.h"
 #undef LEVEL
 
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 9
@@ -147,6 +171,7 @@ static uint64_t SPREAD_TABLE[256];
 #pragma GCC target("avx2,bmi,bmi2,fma,popcnt")
 #define LEVEL(name) name##_v3
 #include "_kernels_isa.h"
+#include "_kernels_measure.h"
 #undef LEVEL
 #pragma GCC pop_options
 #pragma GCC push_options
@@ -155,6 +180,7 @@ static uint64_t SPREAD_TABLE[256];
 #include "_kernels_avx512.h"
 #define LEVEL(name) name##_v4
 #include "_kernels_isa.h"
+#include "_kernels_measure.h"
 #undef LEVEL
 #pragma GCC pop_options
 #endif
@@ -170,11 +196,12 @@ typedef struct {
     void (*magnitudes)(Merge *, const uint8_t *);
     void (*uniform)(uint8_t *, Py_ssize_t, uint64_t);
     void (*histogram)(const uint8_t *, Py_ssize_t, int, int64_t *);
+    void (*measure)(const Measure *, Py_ssize_t);
 } Level;
 
 #define LEVEL_ENTRY(name)                                                                                             \
     {#name,         merge_##name,      encode_##name,  apply_##name,    count_##name, open_payload_##name,            \
-     update_##name, magnitudes_##name, uniform_##name, histogram_##name}
+     update_##name, magnitudes_##name, uniform_##name, histogram_##name, measure_##name}
 static const Level LEVELS[] = {
     LEVEL_ENTRY(baseline),
 #ifdef HAS_LEVELS
@@ -581,6 +608,76 @@ static PyObject *py_histogram(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(measure_doc,
+             "measure(deltas, thresholds, integers, sums)\n--\n\n"
+             "Count and add up what N agents changed in one tile: analyzing/statistics.py. `deltas`, N + 1 float32 of\n"
+             "one length, end with what a merge adds; `thresholds`: L float32, ascending. `integers`, int64, and\n"
+             "`sums`, float64, are added to, but for the maxima among them; their rows of N are moved, L active,\n"
+             "L unique, N overlaps, N both, N same_sign; and 2 (L + 1) sums of magnitudes, as many of squares, 3 of\n"
+             "the largest, and (N + 1) squared products.");
+
+static PyObject *py_measure(PyObject *self, PyObject *args) {
+    PyObject *sequence, *deltas;
+    Py_buffer thresholds, integers, sums, *buffers = NULL;
+    if (!PyArg_ParseTuple(args, "Oy*w*w*", &sequence, &thresholds, &integers, &sums)) return NULL;
+    Measure measure = {0};
+    Py_ssize_t opened = 0, total = 0, n = -1, levels = thresholds.len / 4;
+    int fits = 0;
+    deltas = PySequence_Fast(sequence, "deltas are a sequence");
+    if (!deltas) goto done;
+    total = PySequence_Fast_GET_SIZE(deltas);
+    n = total - 1;
+    buffers = PyMem_Calloc((size_t)total + 1, sizeof *buffers);
+    measure.deltas = PyMem_Calloc((size_t)total + 1, sizeof *measure.deltas);
+    /* aligned by hand: what allocators give is not aligned to vectors */
+    uint8_t *room = PyMem_Malloc((size_t)total * sizeof(Measured) + 64);
+    if (!buffers || !measure.deltas || !room) {
+        PyErr_NoMemory();
+        PyMem_Free(room);
+        goto done;
+    }
+    measure.chunks = (Measured *)(room + (64 - (uintptr_t)room % 64));
+    for (; opened < total; opened++) {
+        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(deltas, opened), &buffers[opened], PyBUF_SIMPLE)) break;
+        measure.deltas[opened] = buffers[opened].buf;
+    }
+    fits = opened == total && n > 0 && n <= MAX_MEASURED && levels > 0 && levels <= MAX_THRESHOLDS &&
+           integers.len == 8 * n * (1 + 2 * levels + 3 * n) &&
+           sums.len == 8 * (n * (4 * (levels + 1) + 3) + (n + 1) * (n + 1));
+    for (Py_ssize_t t = 0; fits && t < total; t++) fits = buffers[t].len == buffers[0].len && buffers[t].len % 4 == 0 && (uintptr_t)buffers[t].buf % 4 == 0;
+    if (fits) {
+        measure.num_agents = n;
+        measure.num_thresholds = levels;
+        memcpy(measure.thresholds, thresholds.buf, (size_t)levels * 4);
+        measure.moved = integers.buf;
+        measure.active = measure.moved + n;
+        measure.unique = measure.active + levels * n;
+        measure.overlaps = measure.unique + levels * n;
+        measure.both = measure.overlaps + n * n;
+        measure.same_sign = measure.both + n * n;
+        measure.l1 = sums.buf;
+        measure.squares = measure.l1 + 2 * (levels + 1) * n;
+        measure.largest = measure.squares + 2 * (levels + 1) * n;
+        measure.products = measure.largest + 3 * n;
+        Py_BEGIN_ALLOW_THREADS;
+        level->measure(&measure, buffers[0].len / 4);
+        Py_END_ALLOW_THREADS;
+    } else if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_AssertionError, "deltas, thresholds and room for results do not fit each other");
+    }
+    PyMem_Free(room);
+done:
+    for (Py_ssize_t t = 0; t < opened; t++) PyBuffer_Release(&buffers[t]);
+    PyMem_Free(buffers);
+    PyMem_Free(measure.deltas);
+    Py_XDECREF(deltas);
+    PyBuffer_Release(&sums);
+    PyBuffer_Release(&integers);
+    PyBuffer_Release(&thresholds);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(use_level_doc,
              "use_level(name)\n--\n\n"
              "Compute with the instructions of one of LEVELS; by default the last.");
@@ -609,6 +706,7 @@ static PyMethodDef METHODS[] = {
     {"magnitudes", py_magnitudes, METH_VARARGS, magnitudes_doc},
     {"uniform", py_uniform, METH_VARARGS, uniform_doc},
     {"histogram", py_histogram, METH_VARARGS, histogram_doc},
+    {"measure", py_measure, METH_VARARGS, measure_doc},
     {"use_level", py_use_level, METH_VARARGS, use_level_doc},
     {NULL, NULL, 0, NULL},
 };
