@@ -9,6 +9,8 @@ __all__ = ["align", "escape_markdown", "markdown_table"]
 
 def align(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
     """A line for each row, cells one below another: the first `num_left` columns to the left, others to the right."""
+    # names may hold anything, also what breaks lines
+    rows = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

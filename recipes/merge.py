@@ -26,12 +26,16 @@ from ram_trl.terminal import NOT_EVALUATED, exit_on_error, progress_bar
 
 
 def read_eval_tasks(config):
-    """The tasks of --eval, read before the merge: a mistake in them is found now."""
+    """The tasks of --eval, read before the merge: a mistake in them or in a reward function's module is found now."""
     if config.eval is None:
         return []
-    from ram_trl.evaluating.tasks import read_tasks
+    from ram_trl.evaluating.tasks import RewardTask, load_reward_functions, read_tasks
 
-    return read_tasks(config.eval)
+    tasks = read_tasks(config.eval)
+    for task in tasks:
+        if isinstance(task, RewardTask):
+            load_reward_functions(task)
+    return tasks
 
 
 def evaluate(config, report, directory, tasks, world):
@@ -77,6 +81,7 @@ def main() -> None:
         from ram_trl.merging.integrate import integrate_agents
         from ram_trl.merging.merge import merge_agents
         from ram_trl.merging.report import format_report
+        from ram_trl.sharing.reading import open_registry
 
         # what was imported stays: the collector need not look through it again and again
         gc.freeze()
@@ -84,6 +89,8 @@ def main() -> None:
         tasks = read_eval_tasks(config)
         with progress_bar() as progress:
             if config.merge_to is None:
+                opened = open_registry(config.registry, config.agents, world=world, progress=progress)
+                config.registry = str(opened.path)
                 report = merge_agents(**config.merge_arguments(), world=world, progress=progress)
                 directory, outcome = config.output_dir, f"merged model: {config.output_dir}"
             else:

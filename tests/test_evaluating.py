@@ -98,7 +98,7 @@ def test_tasks_are_read(tmp_path):
         tmp_path,
         """
         math: {agent: math, dataset: p.jsonl, reward_funcs: [a:b, a:c], reward_weights: [1, 0.5], temperature: 1,
-               num_samples: 4, limit: null, chat_template_kwargs: {enable_thinking: false}}
+               num_samples: 4, top_p: 9e-1, limit: null, chat_template_kwargs: {enable_thinking: false}}
         gsm8k: {benchmark: gsm8k, metric: exact_match, limit: 5}
         stories: {perplexity: s.jsonl, max_length: 512}
         """,
@@ -112,6 +112,7 @@ def test_tasks_are_read(tmp_path):
         reward_funcs=["a:b", "a:c"],
         reward_weights=[1.0, 0.5],
         temperature=1.0,
+        top_p=0.9,
         num_samples=4,
         chat_template_kwargs={"enable_thinking": False},
     )
@@ -134,6 +135,7 @@ def test_tasks_are_read(tmp_path):
         ("math: {dataset: p.jsonl, reward_funcs: [a:b], num_samples: 2}", "greedy samples are all alike"),
         ("math: {dataset: p.jsonl, reward_funcs: [a:b], temperature: .nan}", "temperature"),
         ("math: {dataset: p.jsonl, reward_funcs: [a:b], top_p: 0}", "top_p"),
+        ("math: {dataset: p.jsonl, reward_funcs: [a:b], top_p: many}", "top_p='many' is not of the form float"),
         ("math: {benchmark: gsm8k, limit: 1.5}", "limit=1.5"),
         ("math: {benchmark: gsm8k, perplexity: p.jsonl}", "make two tasks of it"),
         ("math: {perplexity: p.jsonl, max_length: 1}", "max_length must be at least 2"),

@@ -513,11 +513,18 @@ def test_what_was_measured_is_shown_where_the_merged_model_cannot_be(folder, reg
     assert "the merged model was not evaluated: NaN in 'lm_head.weight'; try again" in printed.err
 
 
-def test_a_mistake_in_the_tasks_is_found_before_the_merge(registry, tmp_path, monkeypatch, capsys):
-    (tmp_path / "tasks.yaml").write_text("math: {reward_funcs: [a:b]}")
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("math: {reward_funcs: [a:b]}", "dataset is missing"),
+        ("math: {dataset: p.jsonl, reward_funcs: [no_such_module:b]}", "math: reward_funcs: 'no_such_module:b' is not"),
+    ],
+)
+def test_a_mistake_in_the_tasks_is_found_before_the_merge(registry, tmp_path, monkeypatch, capsys, text, words):
+    (tmp_path / "tasks.yaml").write_text(text)
     arguments = ["--registry", registry.path, "--eval", tmp_path / "tasks.yaml"]
     assert run_recipe("merge.py", monkeypatch, *arguments, "--output_dir", tmp_path / "merged") == 2
-    assert "dataset is missing" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
 
 

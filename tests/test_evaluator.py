@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ram_trl import AgentRegistry, merge_agents
 from ram_trl.distributed import SINGLE, World
-from ram_trl.errors import ConfigError, StorageError
+from ram_trl.errors import ConfigError, OutputExistsError, StorageError
 from ram_trl.evaluating import evaluate, rows
 from ram_trl.evaluating.evaluate import Evaluator, evaluate_models
 from ram_trl.evaluating.rows import make_merge_rows
@@ -33,6 +33,21 @@ def folder(tmp_path_factory):
     rows = [{"prompt": "ab3"[i % 3] * (1 + i % 4) + f"{i}=", "answer": str(i)} for i in range(6)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def test_two_tasks_of_one_name_and_unknown_options_are_refused(folder, registry, tmp_path):
+    with pytest.raises(ConfigError, match="two tasks are named"):
+        Evaluator(registry, [make_task(folder), make_task(folder)], str(tmp_path / "out"))
+    evaluator = Evaluator(registry, [make_task(folder)], str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="merge 'odd' has unknown options densty; known are: agents, alpha"):
+        evaluator.run({"odd": {"densty": 0.2}})
+
+
+def test_a_directory_with_results_of_something_else_is_refused(folder, registry, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "mine.csv").write_text("1,2\n")
+    with pytest.raises(OutputExistsError, match="holds something that is not an evaluation"):
+        evaluate_models(registry, [make_task(folder)], str(tmp_path))
 
 
 def test_later_merges_come_to_the_earlier_ones(folder, registry, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from ram_trl.evaluating.statistics import Estimate
 from ram_trl.merging.plan import MergeSettings
 from ram_trl.options import parse_config
 from ram_trl.sweeping.picture import draw_sweep
-from ram_trl.sweeping.result import SweepResult, check_comparable
+from ram_trl.sweeping.result import SweepResult, check_comparable, score_of
 from ram_trl.sweeping.search import Trial, propose, read_trials, write_trials
 from ram_trl.sweeping.space import Range
 from ram_trl.sweeping.space_file import read_space
@@ -122,6 +122,7 @@ def test_what_comes_to_the_same_merge_is_tried_once(tmp_path):
         ("r: {low: 0, high: 1, log: true}", "needs a low above 0"),
         ("r: {low: 0.1, high: 1, log: true, step: 0.1}", "exclude each other"),
         ("r: {low: 0, high: 1, step: 0}", "step must be above 0"),
+        ("r: {low: 0, high: 1, step: 5.0e-324}", "step is too small"),
         ("alpha: {low: -1, high: 1}", "alpha=-1"),
         ("{method: [wudi], method_options.steps: {low: 0.5, high: 9}}", "whole numbers"),
         ("method: {low: 1, high: 2}", "is not a list of values"),
@@ -336,6 +337,17 @@ def test_a_merge_without_a_score_is_told_of(tmp_path, is_search):
     assert order == ["base", *(["good", "endless"] if is_search else ["endless", "good"])]
     assert "| endless | - | - | - | - | - |" in result.markdown()
     assert len(draw_sweep(result)) > 1000
+
+
+def test_a_mean_over_fewer_prompts_wins_nothing(tmp_path):
+    result = result_of(space_of(tmp_path, "r: [0.1]"), {"good": 3.0, "choosy": 1.0})
+    result.content["rows"]["choosy"]["tasks"]["task1"]["metrics"]["perplexity"]["n"] = 3
+    assert score_of(result.content, "choosy") is None and score_of(result.content, "good") is not None
+    result.trials["choosy"].score = None
+    assert result.best == "good"
+    assert result.unscored == {
+        "choosy": "some of its prompts have no score, which those of the base have: 3 of 4 in task1"
+    }
 
 
 def test_a_picture_of_many_merges_stays_a_picture(tmp_path):

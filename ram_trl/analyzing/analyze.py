@@ -185,10 +185,12 @@ def _measure_tile(
     if not updates:
         return
     merged = torch.empty_like(base)
-    # torch's merge masks the deltas in place, and small ones are measured too
-    copies = [TileUpdate(update.agent, update.value, update.delta.clone()) for update in updates]
-    merge_tile = merge_tile_compiled if plan.is_compiled else merge_tile_eager
-    tile = merge_tile(base, copies, how, name, start, merged)
+    if plan.is_compiled:
+        tile = merge_tile_compiled(base, updates, how, name, start, merged)
+    else:
+        # which masks the deltas in place, and small ones are measured too
+        copies = [TileUpdate(update.agent, update.value, update.delta.clone()) for update in updates]
+        tile = merge_tile_eager(base, copies, how, name, start, merged)
     if tile.finiteness is not Finiteness.FINITE:
         raise NonFiniteError(f"merged by RAM+, tensor {name!r} has values beyond {merged.dtype}: lower r")
     for update, magnitudes in zip(updates, tile.magnitudes, strict=True):

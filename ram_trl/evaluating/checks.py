@@ -30,6 +30,9 @@ def check_options(
     """
     if not tasks:
         raise ConfigError("no task to evaluate")
+    names = [task.name for task in tasks]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"two tasks are named {min(twice)!r}: give each a name of its own")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     if batch_size < 1:

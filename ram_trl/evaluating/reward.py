@@ -19,13 +19,12 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from ..distributed import World
 from ..errors import ConfigError
-from ..options import load_function
 from ..progress import Progress
 from ..storage.durable import digest_file
 from .data import load_examples
 from .generation import is_conversation, prompt_tokens, sample_seed
 from .statistics import Measurement
-from .tasks import RewardTask
+from .tasks import RewardTask, load_reward_functions
 
 
 __all__ = ["Generator", "RewardEvaluation"]
@@ -77,8 +76,7 @@ class RewardEvaluation:
 
     def __init__(self, task: RewardTask, seed: int):
         self.task, self._seed = task, seed
-        option = f"task {task.name}: reward_funcs"
-        self._functions = {name: load_function(name, option) for name in task.reward_funcs}
+        self._functions = load_reward_functions(task)
         self._rows = _load_rows(task)
         sources = [_source(name, function) for name, function in self._functions.items()]
         # changes when the dataset or a file of a reward function does

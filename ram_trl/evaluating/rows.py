@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,11 @@ def _agent_row(registry: AgentRegistry, agent: RegisteredAgent, base: Checkpoint
 def _merge_row(
     registry: AgentRegistry, name: str, agents: list[str], settings: Mapping[str, Any], base_model: str | None
 ) -> Row:
+    known = {"agents", *(field.name for field in fields(MergeSettings))}
+    if unknown := sorted(set(settings) - known):
+        raise ConfigError(
+            f"merge {name!r} has unknown options {', '.join(unknown)}; known are: {', '.join(sorted(known))}"
+        )
     arguments = {"agents": agents, **settings}
     plan = plan_merge(
         registry,

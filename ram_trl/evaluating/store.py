@@ -24,7 +24,7 @@ from .rows import Row
 from .statistics import Measurement
 
 
-__all__ = ["Evaluation", "Store", "digest_model_files", "write_text"]
+__all__ = ["Evaluation", "Store", "digest_model_files", "write_bytes", "write_text"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class Store:
     def open(self) -> None:
         """Make the directory, or refuse one that is something else."""
         folder = self._root / _RESULTS
-        if self._root.exists() and not folder.is_dir() and (not self._root.is_dir() or any(self._root.iterdir())):
+        is_ours = any((self._root / name).exists() for name in (_LOCK, "evaluation.json"))
+        if self._root.exists() and not is_ours and (not self._root.is_dir() or any(self._root.iterdir())):
             raise OutputExistsError(
                 f"{self._root} holds something that is not an evaluation: choose another --output_dir"
             )
@@ -139,7 +140,12 @@ def digest_model_files(directory: Path) -> dict[str, str]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that is there whole, or as it was."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file that is there whole, or as it was."""
     with explain_os_errors(f"writing {path}"):
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         os.replace(partial, path)

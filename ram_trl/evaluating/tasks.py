@@ -15,20 +15,22 @@ stories:
 ```
 """
 
+import contextlib
 import dataclasses
 import math
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..options import read_yaml
-from ..storage.versions import check_name
+from ..options import load_function, read_yaml
+from ..storage.names import check_name
 
 
-__all__ = ["BenchmarkTask", "PerplexityTask", "RewardTask", "Task", "read_tasks"]
+__all__ = ["BenchmarkTask", "PerplexityTask", "RewardTask", "Task", "load_reward_functions", "read_tasks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,16 @@ def read_tasks(path: str) -> list[Task]:
     return [_task(name, options) for name, options in content.items()]
 
 
+def load_reward_functions(task: RewardTask) -> dict[str, Callable[..., Any]]:
+    """Import the reward functions of a task, by the names that it has for them.
+
+    Raises:
+        ConfigError: naming the task and the function, if there is no such function.
+    """
+    option = f"task {task.name}: reward_funcs"
+    return {name: load_function(name, option) for name in task.reward_funcs}
+
+
 def _task(name: Any, options: Any) -> Task:
     if not isinstance(name, str) or not isinstance(options, dict):
         raise ConfigError(f"task {name!r} is not of the form NAME: its options")
@@ -241,6 +253,10 @@ def _converted(task: str, option: str, value: Any, hint: Any) -> Any:
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is list and isinstance(value, list):
         return [_converted(task, option, item, inner[0]) for item in value]
+    if kind is float and isinstance(value, str):
+        # YAML takes 1e-1 for a text
+        with contextlib.suppress(ValueError):
+            value = float(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and is_number:
         return float(value)

@@ -56,12 +56,24 @@ def score_of(content: Mapping[str, Any], name: str) -> Estimate | None:
             Name of its row.
 
     Returns:
-        [`~ram_trl.evaluating.statistics.Estimate`]: `None` if there is no such row, or it has no score in some task.
+        [`~ram_trl.evaluating.statistics.Estimate`]: `None` if there is no such row, it has no score in some task, or
+        fewer of its prompts have one than of the base's: a mean over the others is of other prompts.
     """
     mean = content["rows"].get(name, {}).get("mean")
-    if mean is None or mean["value"] is None:
+    if mean is None or mean["value"] is None or _left_out(content, name):
         return None
     return Estimate(mean["value"], *(mean["interval"] or (None, None)), mean["n"])
+
+
+def _left_out(content: Mapping[str, Any], name: str) -> list[str]:
+    """Tasks in which fewer prompts of a row have a score than of the base, with both numbers."""
+    counts = {task: [_shown(content, row, task)["n"] for row in (name, "base")] for task in content["tasks"]}
+    return [f"{n} of {expected} in {task}" for task, (n, expected) in counts.items() if n < expected]
+
+
+def _shown(content: Mapping[str, Any], name: str, task: str) -> Mapping[str, Any]:
+    """The estimate of a row that is shown of a task."""
+    return content["rows"][name]["tasks"][task]["metrics"][content["tasks"][task]["metric"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +168,8 @@ class SweepResult:
         return "geometric mean" if kind == PERPLEXITY else "mean"
 
     def _gap(self, name: str) -> str:
+        if left_out := _left_out(self.content, name):
+            return f"some of its prompts have no score, which those of the base have: {', '.join(left_out)}"
         scores = dict(zip(self.content["tasks"], self._scores(name), strict=True))
         return f"no finite score of {', '.join(task for task, score in scores.items() if score is None)}"
 
@@ -167,8 +181,7 @@ class SweepResult:
         return head, names, list(zip(*map(self._numbers, names), strict=True))
 
     def _scores(self, name: str) -> list[float | None]:
-        cells = self.content["rows"][name]["tasks"]
-        return [cells[task]["metrics"][known["metric"]]["value"] for task, known in self.content["tasks"].items()]
+        return [_shown(self.content, name, task)["value"] for task in self.content["tasks"]]
 
     def _numbers(self, name: str) -> list[float | None]:
         """A line: scores, their mean, half of its interval, and what is kept of the agents' gains."""

@@ -117,6 +117,8 @@ def _range(path: str, name: str, spec: dict[str, Any], methods: Sequence[str]) -
         ("log: true needs a low above 0", log and low <= 0),
         ("step and log: true exclude each other", log and step is not None),
         ("step must be above 0", step is not None and step <= 0),
+        # which would have more digits than are kept
+        ("step is too small for the range", step is not None and 0 < step < 1e-13 * (high - low)),
         ("it takes whole numbers", is_whole and not all(number.is_integer() for number in (low, high, step or 1.0))),
     ):
         if is_there:

@@ -11,7 +11,7 @@ from ..distributed import SINGLE, World
 from ..evaluating.evaluate import Evaluator
 from ..evaluating.report import HIGHER, PERPLEXITY, kind_of
 from ..evaluating.rows import make_merge_rows
-from ..evaluating.store import write_text
+from ..evaluating.store import write_bytes, write_text
 from ..evaluating.tasks import BenchmarkTask, PerplexityTask, Task
 from ..storage.registry import AgentRegistry
 from .picture import draw_sweep
@@ -124,7 +124,7 @@ class Sweep:
             write_trials(self._root / _TRIALS, [*result.trials.values(), *self._others])
         write_text(self._root / _TABLE, result.markdown())
         if is_over or time.monotonic() > self._drawn + _PAUSE:
-            (self._root / _PICTURE).write_bytes(draw_sweep(result))
+            write_bytes(self._root / _PICTURE, draw_sweep(result))
             self._drawn = time.monotonic()
         if result.best is None:
             (self._root / _BEST).unlink(missing_ok=True)
