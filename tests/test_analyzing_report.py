@@ -96,7 +96,7 @@ def test_agents_that_learned_different_things_are_said_to(zoo):
     assert data["groups"] == [["code"], ["math"]]
     assert data["findings"]["summary"][0].startswith("No two agents point in related directions")
     assert data["epsilon_suggestion"]["epsilon"] == 1e-5
-    assert "Epsilon 1e-05 is fine" in data["findings"]["summary"][-1]
+    assert "Epsilon 1e-05 is fine" in " ".join(data["findings"]["summary"])
     assert re.fullmatch(
         r"code: changed \d+ % of the model, \d+ % of that alone. Along its own direction RAM\+ keeps \d+ % of its "
         r"update, a plain average \d+ %.",
@@ -129,6 +129,27 @@ def test_dense_float32_agents_get_a_higher_epsilon_and_hear_what_it_costs(zoo, t
     assert f"Try --epsilon {epsilon:g}" in suggestion["reason"] and "% of the magnitude" in suggestion["reason"]
 
 
+def test_an_epsilon_is_named_that_leaves_out_some_two_fifths(zoo, tmp_path):
+    # sizes in threes, so that every step leaves out something more
+    def trained(seed):
+        size, kind = noise(seed, 1.0), noise(seed + 10, 1.0)
+        return lambda shape: size(shape).sign() * 10.0 ** (-4 + kind(shape).clamp(-1.5, 1.5))
+
+    registry = registered(tmp_path, zoo.base("llama"), torch.float32, code=trained(1), math=trained(2))
+    data = analyze_agents(registry)
+    deltas = [full_delta(zoo.base("llama"), tmp_path / name) for name in ("code", "math")]
+    sizes = [np.abs(np.concatenate([delta[n].ravel() for n in sorted(delta)])).astype(np.float64) for delta in deltas]
+    lost = {
+        epsilon: np.mean([own[own <= float(np.float32(epsilon))].sum() / own.sum() for own in sizes])
+        for epsilon in (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+    }
+    epsilon = min(lost, key=lambda step: abs(lost[step] - 0.4))
+    assert 0.1 < lost[epsilon] < 0.6
+    compared = data["epsilon_suggestion"]["compare"]
+    assert compared == {"epsilon": epsilon, "lost_magnitude": pytest.approx(lost[epsilon], rel=1e-5)}
+    assert f"Compare it with --epsilon {epsilon:g}" in data["findings"]["summary"][-1]
+
+
 def test_no_epsilon_is_suggested_that_would_lose_the_update_or_help_nobody(zoo, tmp_path):
     # changes of one size, everywhere: only beyond it they differ
     uniform = registered(
@@ -143,6 +164,7 @@ def test_no_epsilon_is_suggested_that_would_lose_the_update_or_help_nobody(zoo, 
         assert [agent["rho"] for agent in data["agents"]] == ["inf", "inf"]
         suggestion = data["epsilon_suggestion"]
         assert suggestion["epsilon"] == 1e-5 and "No epsilon helps" in suggestion["reason"]
+        assert suggestion["compare"] is None
     too_high = analyze_agents(same, epsilon=2e-3)["epsilon_suggestion"]
     assert too_high["epsilon"] is None and too_high["lost_magnitude"] > 0.8
     assert re.search(

@@ -14,7 +14,10 @@ __all__ = ["add_findings"]
 # With more than this share of an agent's changes shared, hardly anything is left for RAM to preserve; a merge warns.
 _MOSTLY_SHARED = 0.95
 # A higher epsilon is suggested only if it costs no agent more than this share of its update's magnitude (L1).
-_MOST_LOST = 0.25
+_MOST_LOST = 0.6
+# The share of the updates' magnitude that epsilon left out where RAM+ kept most (docs/RESULTS.md), and the least that
+# is worth a comparison.
+_BEST_LOST, _LEAST_LOST = 0.4, 0.1
 # Agents whose updates have at least this cosine belong together, those with at most its negative are opposed. Updates
 # of a million parameters or more that have nothing to do with each other come out within 0.01 of 0.
 _RELATED = 0.1
@@ -38,9 +41,16 @@ def add_findings(data: dict[str, Any]) -> None:
     order, groups = _cluster(cosines)
     data["order"] = [labels[at] for at in order]
     data["groups"] = [[labels[at] for at in group] for group in groups]
-    data["epsilon_suggestion"] = _suggest_epsilon(data)
+    suggestion = data["epsilon_suggestion"] = _suggest_epsilon(data)
+    suggestion["compare"] = _epsilon_to_compare(data)
     data["findings"] = {
-        "summary": [*_together(data), *_opposed(data), *_swallowed(data), data["epsilon_suggestion"]["reason"]],
+        "summary": [
+            *_together(data),
+            *_opposed(data),
+            *_swallowed(data),
+            suggestion["reason"],
+            *_compared(suggestion["compare"]),
+        ],
         "agents": [_describe(agent, len(labels)) for agent in data["agents"]],
     }
 
@@ -170,14 +180,38 @@ def _suggest_epsilon(data: dict[str, Any]) -> dict[str, Any]:
                 "epsilon": default,
                 "lost_magnitude": None,
                 "reason": f"{problem} No epsilon helps: the smallest step that would, {step['epsilon']:g}, ignores "
-                f"{cost}. Leave out the densest agent, or train so that fewer parameters move.",
+                f"{cost}. Leave out the densest agent, or compare other methods.",
             }
     return {
         "epsilon": default,
         "lost_magnitude": None,
         "reason": f"{problem} No epsilon helps: at each some agent keeps nothing to itself. Leave out the densest "
-        "agent, or train so that fewer parameters move.",
+        "agent, or compare other methods.",
     }
+
+
+def _epsilon_to_compare(data: dict[str, Any]) -> dict[str, Any] | None:
+    """The step beyond the merge's own epsilon at which the updates lose about as much as was best in the study."""
+    agents = [agent for agent in data["agents"] if agent["changed"]]
+    if len(agents) < 2:
+        return None
+    steps = []
+    for rows in list(zip(*(agent["by_epsilon"] for agent in agents), strict=True))[1:]:
+        lost = float(np.mean([row["lost_magnitude"] for row in rows]))
+        is_helpful = all(row["density"] and 1 - row["unique_share"] <= _MOSTLY_SHARED for row in rows)
+        if is_helpful and _LEAST_LOST <= lost <= _MOST_LOST:
+            steps.append({"epsilon": rows[0]["epsilon"], "lost_magnitude": lost})
+    return min(steps, key=lambda step: abs(step["lost_magnitude"] - _BEST_LOST), default=None)
+
+
+def _compared(step: dict[str, Any] | None) -> list[str]:
+    if step is None:
+        return []
+    return [
+        f"Compare it with --epsilon {step['epsilon']:g}, which ignores {_percent(step['lost_magnitude'])} of the "
+        f"updates' magnitude (recipes/sweep.py): where about {_percent(_BEST_LOST)} were ignored, RAM+ kept most of "
+        "what small models had learned (docs/RESULTS.md)."
+    ]
 
 
 def _cosines(data: dict[str, Any]) -> np.ndarray:
