@@ -517,7 +517,7 @@ def test_what_was_measured_is_shown_where_the_merged_model_cannot_be(folder, reg
     "text, words",
     [
         ("math: {reward_funcs: [a:b]}", "dataset is missing"),
-        ("math: {dataset: p.jsonl, reward_funcs: [no_such_module:b]}", "math: reward_funcs: 'no_such_module:b' is not"),
+        ("math: {dataset: p.jsonl, reward_funcs: [no_module:b]}", "math: reward_funcs: 'no_module:b' is not"),
     ],
 )
 def test_a_mistake_in_the_tasks_is_found_before_the_merge(registry, tmp_path, monkeypatch, capsys, text, words):
