@@ -3,13 +3,16 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test matrix lint format clean
+.PHONY: quickstart test test-faults matrix lint format clean
 
 quickstart: $(VENV)/installed  ## Train three agents, register, merge with RAM+, compare. FRESH=1 starts over
 	$(RUN) recipes/quickstart.py $(if $(FRESH),--fresh)
 
 test: $(VENV)/installed  ## The whole test suite, two files at a time
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile
+
+test-faults: $(VENV)/installed  ## The long tests of docs/RELIABILITY.md: kills, power loss, full disks, attacks; about an hour
+	nice -n 19 $(RUN) -m pytest -m faults -s
 
 matrix: $(VENV)/installed  ## Backend x kind x dtype, each a real run: pass, or the refusal, as a Markdown table
 	$(RUN) -m pytest --quiet --capture=no --no-header tests/test_backends.py

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -22,10 +23,11 @@ from .errors import ConfigError, RamTrlError
 from .merging.integrate import Integration, integrate_agents
 from .options import load_function
 from .progress import Progress
-from .provenance import CHECKPOINT, best_step, executed_in, final_checkpoint, provenance
+from .provenance import best_step, describe_run, executed_in, final_checkpoint, git_checkout
 from .registering.live import LiveRegistration
 from .registering.live_model import base_name, unwrap
 from .registering.register import check_options
+from .registering.training_log import CHECKPOINT, check_provenance
 from .storage.checkpoint import Checkpoint
 from .storage.generalists import Generalist
 from .storage.registry import AgentRegistry, RegisteredAgent
@@ -66,6 +68,9 @@ class RAMRegistryCallback(TrainerCallback):
             `"module:function"`.
         strict (`bool`, *optional*, defaults to `False`):
             Raise at the end of training, on all ranks, if the agent cannot be registered or merged.
+        provenance (`str`, *optional*, defaults to `"full"`):
+            What is recorded of where the agent comes from (docs/TRAINING.md). `"minimal"` leaves out what may be
+            private: options of the run, names of reward functions, data, git, paths.
 
     Attributes:
         registered ([`RegisteredAgent`], *optional*):
@@ -96,8 +101,10 @@ class RAMRegistryCallback(TrainerCallback):
         merge_to: str | None = None,
         merge_config: Mapping[str, Any] | None = None,
         strict: bool = False,
+        provenance: str = "full",
     ):
         check_options(agent, snapshot_dtype, epsilon)
+        check_provenance(provenance)
         self._registration = LiveRegistration(
             registry=AgentRegistry(registry),
             agent=agent,
@@ -107,7 +114,9 @@ class RAMRegistryCallback(TrainerCallback):
             epsilon=epsilon,
         )
         self._revision = revision
+        self._provenance = provenance
         self._began = 0.0
+        self._checkout: dict[str, Any] | None = None
         self._integration = _integration(merge_to, merge_config)
         self.strict = strict
         self.registered: RegisteredAgent | None = None
@@ -120,6 +129,8 @@ class RAMRegistryCallback(TrainerCallback):
         self.registered, self.generalist, self.error = None, None, None
         registration, world = self._registration, current_world()
         self._began = time.time()
+        # now, as the files may move on while it lasts
+        self._checkout = git_checkout() if world.is_main and self._provenance == "full" else None
         registration.revision = self._revision
         if registration.base_model is None and registration.revision is None:
             # TRL's configurations say here which revision of the model they load.
@@ -140,12 +151,18 @@ class RAMRegistryCallback(TrainerCallback):
             logger.warning("the registry %s is inside output_dir and would be pushed too", registration.registry.path)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module = None, **kwargs
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module = None,
+        train_dataloader: DataLoader | None = None,
+        **kwargs,
     ) -> None:
         world = current_world()
         computed_in = executed_in(args)
         try:
-            training = world.run(lambda: provenance(args, state))
+            training = describe_run(args, state, self._provenance, train_dataloader, self._checkout)
             with _progress(args, world) as progress:
                 self.registered = self._registration.register(model, world, computed_in, training, progress)
         except Exception as error:
@@ -237,6 +254,7 @@ class RAMRegistryCallback(TrainerCallback):
             "model": checkpoint or "DIR",
             "snapshot_dtype": None if dtype == "auto" else dtype,
             "epsilon": None if registration.epsilon == DEFAULT_EPSILON else str(registration.epsilon),
+            "provenance": None if self._provenance == "full" else self._provenance,
         }
         given = {name: shlex.quote(value) for name, value in options.items() if value is not None}
         command = "ram-trl register " + " ".join(f"--{name} {value}" for name, value in given.items())

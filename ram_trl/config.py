@@ -20,7 +20,7 @@ _DEFAULTS = {"r": 0.1, "alpha": 2.0}
 class MergeConfig:
     """Options of `recipes/merge.py`; the fields are described by their help."""
 
-    registry: str = field(metadata={"help": "Directory of the registry."})
+    registry: str = field(metadata={"help": "Directory of the registry, or hf://USER/REPO, or another URL."})
     output_dir: str | None = field(
         default=None,
         metadata={"help": "Directory for the merged model; must not exist or be empty. Or --merge_to, --probe_only."},
@@ -34,7 +34,7 @@ class MergeConfig:
     )
     agents: list[str] | None = field(
         default=None,
-        metadata={"help": "Agents to merge, NAME or NAME@v2. Default: the latest version of every agent."},
+        metadata={"help": "Agents to merge, NAME, NAME@v2 or NAME@ALIAS. Default: the latest version of every agent."},
     )
     base_model: str | None = field(
         default=None, metadata={"help": "Where the base model is now, if it is not where it was at registration."}
@@ -148,13 +148,17 @@ class RegistryConfig:
         default=None, metadata={"help": "YAML file with options of recipes/merge.py for --merge_to (agents, gate, r)."}
     )
     strict: bool = field(default=False, metadata={"help": "Fail at the end if the agent cannot be registered."})
+    provenance: str = field(
+        default="full",
+        metadata={"help": "full, or minimal: do not record options, names of rewards, data, git commit, paths."},
+    )
 
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
     """Options of `recipes/evaluate.py`; the fields are described by their help."""
 
-    registry: str = field(metadata={"help": "Directory of the registry."})
+    registry: str = field(metadata={"help": "Directory of the registry, or hf://USER/REPO, or another URL."})
     tasks: str = field(metadata={"help": "YAML file that names the tasks (docs/EVALUATION.md)."})
     output_dir: str = field(
         metadata={"help": "Directory for evaluation.json, evaluation.md and what is finished; a second call goes on."}

@@ -7,7 +7,9 @@ A rank that failed keeps taking part until [`World.agree`], where everyone stops
 import atexit
 import functools
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,8 +34,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-# A launcher starts its processes together; how much later one may be than another, in seconds.
-JOIN_SECONDS = 60
+# A launcher starts its processes together; how much later one may be than another, in seconds. One that died is
+# waited for as long.
+JOIN_SECONDS = 40
+# Of a run that has begun; torch's own patience.
+_MEET_SECONDS = 1800
 # Set by torchrun and by accelerate launch, also for one process.
 _LAUNCHED = ("LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 # Set by mpirun, which sets no WORLD_SIZE.
@@ -111,17 +116,20 @@ SINGLE = World()
 def current_world() -> World:
     """The processes of the run, if there are several. All of them call it."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return World(dist.get_rank(), dist.get_world_size(), group=_own_group(dist.group.WORLD))
+        return World(dist.get_rank(), dist.get_world_size(), group=_own_group(dist.group.WORLD, _MEET_SECONDS))
     return SINGLE
 
 
 @functools.lru_cache(maxsize=1)
-def _own_group(processes: Any) -> Any:
+def _own_group(processes: Any, meet_seconds: float) -> Any:
     """The processes of a group once more, talking through gloo and with patience, whatever the run's backend is.
 
-    One process may work long before the others hear of it; the run's own group would give up on it.
+    One process may work long before the others hear of it; the run's own group would give up on it. To meet it has to
+    be quick, because a process that died before it came is not noticed.
     """
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=meet_seconds))
+    # torch has no other way to do this to one group
+    dist.distributed_c10d._set_pg_timeout(timedelta(days=1), group)
     # Left to the interpreter's end, gloo's threads can abort the process.
     atexit.register(_leave, group)
     return group
@@ -164,16 +172,34 @@ def start_world(cpu: bool = False) -> World:
         )
     rank = _launched("RANK", 0)
     try:
+        if rank > 0:
+            _await_main(os.environ["MASTER_ADDR"], _launched("MASTER_PORT", 0))
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
         # Left to the interpreter's end, gloo's threads can abort the process.
         atexit.register(dist.destroy_process_group)
-        group = _own_group(dist.group.WORLD)
-    except (RuntimeError, ValueError) as error:
+        group = _own_group(dist.group.WORLD, JOIN_SECONDS)
+    except (RuntimeError, ValueError, OSError) as error:
         raise DistributedError(
             f"WORLD_SIZE is {size}, but that many processes did not come together within {JOIN_SECONDS} seconds: "
             "start all of them with torchrun or accelerate launch, or unset WORLD_SIZE"
         ) from error
     return World(rank, size, _device(_launched("LOCAL_RANK", rank), cpu), group)
+
+
+def _await_main(address: str, port: int) -> None:
+    """Wait until there is somebody at the address of the first process.
+
+    torch would try in ever longer intervals, and say minutes later that nobody is there.
+    """
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def leave_world() -> NoReturn:

@@ -21,8 +21,15 @@ __all__ = [
 ]
 
 
+# Letters of a message, of which the end names the cure.
+_LONGEST = 4000
+
+
 class RamTrlError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose. Its message is one line, whatever names are in it."""
+
+    def __init__(self, *arguments: object):
+        super().__init__(*(_line(text) if isinstance(text, str) else text for text in arguments))
 
 
 class ConfigError(RamTrlError, ValueError):
@@ -67,3 +74,10 @@ class OutputExistsError(RamTrlError, FileExistsError):
 
 class DistributedError(RamTrlError, RuntimeError):
     """The processes of a run do not agree, or another process failed."""
+
+
+def _line(text: str) -> str:
+    """A text of which line breaks and control characters can be seen: a file can be named anything, at any length."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -18,6 +18,7 @@ from .arithmetic.masks import decode_mask, pack_bits
 from .arithmetic.ram import TileUpdate
 from .arithmetic.tile import PackedUpdate
 from .errors import CorruptedFileError, NonFiniteError
+from .storage.manifest import LoraRecord
 from .storage.registry import RegisteredAgent
 from .storage.tensor_file import DTYPES, TensorFile
 from .threads import Scratch
@@ -225,7 +226,10 @@ class LoraTaskVector(TaskVector):
 
     def __init__(self, agent: RegisteredAgent):
         super().__init__(agent)
-        self._map = agent.adapter_map()
+        self._map, records = agent.adapter_map(), agent.tensors()
+        for name, record in self._map.items():
+            if name not in records or self._shape_of(record) != tuple(records[name].shape):
+                raise CorruptedFileError(f"agent {agent} has no factors that make a delta of the shape of {name!r}")
         # tiles of one tensor come one after another
         self._factors_of = functools.lru_cache(maxsize=8)(self._read_factors)
 
@@ -246,6 +250,17 @@ class LoraTaskVector(TaskVector):
 
     def agent_tile(self, name: str, start: int, base: Tensor) -> Tensor:
         return self.update(0, name, start, base).value.to(base.dtype)
+
+    def _shape_of(self, record: LoraRecord) -> tuple[int, ...] | None:
+        """Shape of the tensor that the factors of a record make, if they make one."""
+        infos = self._file.tensors
+        if record.replaced_by is not None:
+            return infos[record.replaced_by].shape if record.replaced_by in infos else None
+        shapes = [infos[key].shape if key in infos else () for key in (record.factor_a, record.factor_b)]
+        (rank, columns), (rows, width) = (shape if len(shape) == 2 else (0, 0) for shape in shapes)
+        if rank != width or rank == 0:
+            return None
+        return (columns, rows) if record.transposed else (rows, columns)
 
     def _read_factors(self, name: str) -> LoraFactors:
         record = self._map[name]

@@ -29,8 +29,11 @@ def main() -> None:
         from ram_trl.evaluating.evaluate import evaluate_models
         from ram_trl.evaluating.report import format_evaluation
         from ram_trl.evaluating.tasks import read_tasks
+        from ram_trl.sharing.reading import open_registry
 
         world = start_world(cpu=config.cpu)
+        with progress_bar() as progress:
+            arguments["registry"] = open_registry(config.registry, config.agents, world=world, progress=progress)
         with progress_bar(unit=" completions") as progress:
             content = evaluate_models(tasks=read_tasks(config.tasks), **arguments, world=world, progress=progress)
         if world.is_main:

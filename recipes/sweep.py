@@ -75,6 +75,7 @@ def main() -> None:
             raise ConfigError(f"a sweep needs more libraries: pip install 'ram_trl[sweep]' ({error})") from error
         from ram_trl.distributed import leave_world, start_world
         from ram_trl.evaluating.tasks import read_tasks
+        from ram_trl.sharing.reading import open_registry
         from ram_trl.sweeping.space_file import read_space
         from ram_trl.sweeping.sweep import Sweep
 
@@ -82,6 +83,8 @@ def main() -> None:
         # it tries merges of its own
         del arguments["merges"]
         arguments |= {"tasks": read_tasks(config.tasks), "space": read_space(config.grid or config.search)}
+        with progress_bar() as progress:
+            arguments["registry"] = open_registry(config.registry, config.agents, world=world, progress=progress)
         with progress_bar(unit=" completions") as progress:
             result = Sweep(**arguments, num_trials=config.num_trials, world=world, progress=progress).run()
         if result.best is None:

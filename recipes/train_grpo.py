@@ -80,6 +80,7 @@ def main() -> None:
         epsilon=registry_args.snapshot_epsilon,
         merge_to=registry_args.merge_to,
         merge_config=merge_options(registry_args),
+        provenance=registry_args.provenance,
     )
     trainer = GRPOTrainer(
         model=model_args.model_name_or_path,

@@ -14,6 +14,10 @@ from models import Zoo
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="seed of the tests that draw random numbers of their own")
+
+
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory) -> Zoo:
     """Tiny models on disk, by kind."""

@@ -4,6 +4,7 @@ What they changed is measured by the same streaming pass as an analysis; nothing
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from ..arithmetic.defaults import DEFAULT_EPSILON
@@ -18,6 +19,7 @@ __all__ = ["compare_agents", "format_comparison"]
 
 # Kinds of modules that the text names; the data has all.
 _MODULES_SHOWN = 8
+_WIDEST_CELL = 60
 # Metrics that the text shows begin so.
 _METRICS_SHOWN = ("reward", "eval_", "train_loss")
 
@@ -105,8 +107,8 @@ def _fields(agent: RegisteredAgent) -> dict[str, Any]:
     return dict(_flatten(content, ""))
 
 
-def _flatten(value: Any, path: str):
-    if isinstance(value, dict) and value:
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
         for key, item in value.items():
             yield from _flatten(item, f"{path}.{key}" if path else key)
     else:
@@ -160,4 +162,6 @@ def _format_changes(changes: dict[str, Any], agents: list[str]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
+    text = value if isinstance(value, str) else "-" if value is None else json.dumps(value)
+    # of a path its end tells most
+    return text if len(text) <= _WIDEST_CELL else f"...{text[3 - _WIDEST_CELL :]}"

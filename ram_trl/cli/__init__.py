@@ -4,7 +4,7 @@ import argparse
 
 from ..options import OptionParser
 from ..terminal import exit_on_error
-from . import agents, analysis, generalists
+from . import agents, analysis, archives, generalists, history, lifecycle, sharing
 
 
 __all__ = ["main"]
@@ -20,6 +20,6 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(prog="ram-trl", description="Agents of reinforcement learning, registered.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (agents, analysis, generalists):
+    for module in (agents, history, lifecycle, archives, analysis, generalists, sharing):
         module.add_commands(commands)
     return parser

@@ -1,11 +1,10 @@
-"""Commands about agents: register, rebase, list, show, restore, remove."""
+"""Commands about agents: register, rebase, list, show, restore."""
 
 import argparse
 import json
 from typing import Any
 
 from ..arithmetic.defaults import DEFAULT_EPSILON
-from ..errors import ConfigError
 from ..terminal import progress_bar
 from .common import ONE_AGENT, add_command, add_json, add_model_output, describe, print_table, show_agent, size
 
@@ -28,6 +27,9 @@ def add_commands(commands: Any) -> None:
         sub.add_argument(
             "--snapshot_dtype", default="auto", help="auto (the agent's own), bfloat16, float16, float32."
         )
+    register.add_argument(
+        "--provenance", default="full", help="full (default), or minimal: do not record where the model was."
+    )
     smallest = "Smallest change that is stored of float32 weights"
     register.add_argument(
         "--epsilon", type=float, default=DEFAULT_EPSILON, help=f"{smallest} (default {DEFAULT_EPSILON:g})."
@@ -41,9 +43,6 @@ def add_commands(commands: Any) -> None:
         commands, "restore", _restore, "Write an agent as a normal model directory.", agent=ONE_AGENT
     )
     add_model_output(restore)
-    remove = add_command(commands, "remove", _remove, "Remove a version (NAME@v2) or all versions (NAME).")
-    remove.add_argument("--agent", help="Agent: NAME or NAME@v2.")
-    remove.add_argument("--generalist", help="Generalist: NAME or NAME@v2.")
 
 
 def _register(arguments: argparse.Namespace) -> None:
@@ -59,6 +58,7 @@ def _register(arguments: argparse.Namespace) -> None:
             revision=arguments.revision,
             snapshot_dtype=arguments.snapshot_dtype,
             epsilon=arguments.epsilon,
+            provenance=arguments.provenance,
             progress=progress,
         )
     show_agent(agent, arguments.json)
@@ -83,9 +83,9 @@ def _rebase(arguments: argparse.Namespace) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from ..storage.registry import AgentRegistry
+    from ..sharing.reading import open_registry
 
-    agents = list(AgentRegistry(arguments.registry))
+    agents = list(open_registry(arguments.registry, weights=False))
     if arguments.json:
         print(json.dumps([describe(agent) for agent in agents], indent=2))
         return
@@ -107,18 +107,19 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from ..storage.registry import AgentRegistry
+    from ..sharing.reading import open_registry
 
-    show_agent(AgentRegistry(arguments.registry).get(arguments.agent), arguments.json)
+    registry = open_registry(arguments.registry, [arguments.agent], weights=False)
+    show_agent(registry.get(arguments.agent), arguments.json)
 
 
 def _restore(arguments: argparse.Namespace) -> None:
     from ..registering.restore import restore_agent
-    from ..storage.registry import AgentRegistry
+    from ..sharing.reading import open_registry
 
     with progress_bar() as progress:
         agent = restore_agent(
-            AgentRegistry(arguments.registry),
+            open_registry(arguments.registry, [arguments.agent], progress=progress),
             arguments.agent,
             arguments.output_dir,
             base_model=arguments.base_model,
@@ -126,14 +127,3 @@ def _restore(arguments: argparse.Namespace) -> None:
             progress=progress,
         )
     print(f"{agent} restored to {arguments.output_dir}")
-
-
-def _remove(arguments: argparse.Namespace) -> None:
-    from ..storage.registry import AgentRegistry
-
-    registry = AgentRegistry(arguments.registry)
-    if (arguments.agent is None) == (arguments.generalist is None):
-        raise ConfigError("name what to remove: --agent or --generalist")
-    spec = arguments.agent or arguments.generalist
-    for version in registry.remove(spec) if arguments.agent else registry.generalists.remove(spec):
-        print(f"{version} removed")

@@ -38,11 +38,13 @@ def add_commands(commands: Any) -> None:
 def _analyze(arguments: argparse.Namespace) -> None:
     from ..analyzing.analyze import analyze_agents
     from ..analyzing.report import format_analysis
+    from ..sharing.reading import open_registry
 
     names = ("output_dir", "agents", "r", "alpha", "epsilon", "base_model")
     with progress_bar() as progress:
         options = {name: getattr(arguments, name) for name in names}
-        data = analyze_agents(arguments.registry, **options, progress=progress)
+        registry = open_registry(arguments.registry, arguments.agents, progress=progress)
+        data = analyze_agents(registry, **options, progress=progress)
     print(json.dumps(data, indent=2) if arguments.json else format_analysis(data))
     if arguments.output_dir and not arguments.json:
         print(f"\nto read on: {arguments.output_dir}/index.html")
@@ -50,9 +52,12 @@ def _analyze(arguments: argparse.Namespace) -> None:
 
 def _isolate(arguments: argparse.Namespace) -> None:
     from ..merging.merge import merge_agents
-    from ..storage.registry import AgentRegistry
+    from ..sharing.reading import open_registry
 
-    registry = AgentRegistry(arguments.registry)
+    with progress_bar() as progress:
+        names = open_registry(arguments.registry, weights=False).names()
+        others = names if arguments.others is None else arguments.others
+        registry = open_registry(arguments.registry, [arguments.agent, *others], progress=progress)
     agent = registry.get(arguments.agent)
     if arguments.others is None:
         others = [other for other in registry if other.name != agent.name and _same_base(agent, other)]

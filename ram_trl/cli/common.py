@@ -10,7 +10,8 @@ from ..table import align
 
 __all__ = ["ONE_AGENT", "add_command", "add_json", "add_model_output", "describe", "print_table", "show_agent", "size"]
 
-ONE_AGENT = "Agent: NAME (its latest version) or NAME@v2."
+REGISTRY = "Directory of the registry; for a command that only reads also hf://USER/REPO or another URL."
+ONE_AGENT = "Agent: NAME (its latest version), NAME@v2 or NAME@ALIAS."
 
 
 def add_command(
@@ -32,7 +33,7 @@ def add_command(
     """
     sub = commands.add_parser(name, help=text, description=text)
     sub.set_defaults(command=command)
-    sub.add_argument("--registry", required=True, help="Directory of the registry.")
+    sub.add_argument("--registry", required=True, help=REGISTRY)
     if agent:
         sub.add_argument("--agent", required=True, help=agent)
     return sub
@@ -59,11 +60,10 @@ def size(num_bytes: int) -> str:
 
 def describe(agent: Any) -> dict[str, Any]:
     manifest = agent.manifest
-    changed = manifest.snapshot.changed
     return {
         "name": agent.name,
         "version": agent.version,
-        "density": None if changed is None else changed / max(1, manifest.base_model.total_parameters),
+        "density": manifest.density,
         "bytes": sum(file.size for file in manifest.files.values()),
         "path": str(agent.path),
         **manifest.to_dict(),
@@ -90,11 +90,31 @@ def show_agent(agent: Any, as_json: bool) -> None:
         lines.append(("not stored", f"changes of at most {snapshot['epsilon']:g}"))
     if snapshot["hidden_update"] is not None:
         lines.append(("rounding hid", f"{snapshot['hidden_update']:.1%} of the update's magnitude"))
-    training = summary["training"]
-    if "step" in training:
-        lines.append(("trained", f"{training['step']:,} of {training['max_steps']:,} steps, {training['arguments']}"))
-    rewards = {name: value for name, value in training.get("metrics", {}).items() if name.startswith("reward")}
-    lines += [(name, f"{value:.4g}") for name, value in rewards.items()]
-    width = max(len(name) for name, _ in lines) + 2
-    for name, value in lines:
-        print(f"{name:<{width}}{value}")
+    print_table(lines + _provenance(summary["training"]))
+
+
+def _provenance(training: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is most asked for of where an agent comes from; `--json` has all. None of it need be there, or be right."""
+    lines = []
+    steps, trainer = [training.get(key) for key in ("step", "max_steps")], training.get("arguments")
+    if all(isinstance(number, int) for number in steps):
+        lines.append(("trained", f"{steps[0]:,} of {steps[1]:,} steps{f', {trainer}' if trainer else ''}"))
+    if isinstance(rewards := training.get("reward_functions"), list):
+        lines.append(("rewarded by", ", ".join(map(str, rewards))))
+    for name, value in _table(training, "metrics").items():
+        if name.startswith("reward") and isinstance(value, int | float):
+            lines.append((name, f"{value:.4g}"))
+    data, git = _table(training, "dataset"), _table(training, "git")
+    if data:
+        rows = f"{data['rows']:,} rows" if isinstance(data.get("rows"), int) else "a stream"
+        lines.append(("trained on", f"{rows}, {data['fingerprint']}" if data.get("fingerprint") else rows))
+    if git:
+        lines.append(("git commit", f"{git.get('commit')}{' and changes' if git.get('dirty') else ''}"))
+    if versions := _table(training, "versions"):
+        lines.append(("trained with", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    return lines
+
+
+def _table(training: dict[str, Any], key: str) -> dict[str, Any]:
+    value = training.get(key)
+    return value if isinstance(value, dict) else {}

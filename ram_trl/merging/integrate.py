@@ -23,8 +23,8 @@ from ..storage.base_model import differs_from_base
 from ..storage.checkpoint import Checkpoint, parse_size
 from ..storage.generalists import Generalist
 from ..storage.manifest import GeneralistManifest, ParentRecord
+from ..storage.names import check_name
 from ..storage.registry import AgentRegistry
-from ..storage.versions import check_name
 from ..version import __version__
 from .gate import Gate, gate_name, judge
 from .merge import run_merge
@@ -59,7 +59,7 @@ def integrate_agents(
         generalist (`str`):
             Name of the generalist.
         agents (`Sequence[str]`, *optional*):
-            Agents to merge, `"math"` or `"math@v2"`; by default the latest version of every agent.
+            Agents to merge, `"math"`, `"math@v2"` or `"math@best"`; by default the latest version of every agent.
         base_model (`str`, *optional*):
             Where the base model is now, if not where it was.
         max_shard_size (`str`, *optional*, defaults to `"5GB"`):
@@ -173,7 +173,7 @@ class Integration:
                 f"the agents to merge are {', '.join(named)}: {trained!r}, which is trained, is left out"
             )
         others = [registry.get(spec) for spec in (registry.names() if named is None else named) if spec != trained]
-        known = {trained, *(name for other in others for name in (other.name, str(other)))}
+        known = {trained, *(named or ()), *(name for other in others for name in (other.name, str(other)))}
         if unknown := sorted(set(self.options.get("weights") or ()) - known):
             raise ConfigError(f"weights has {unknown[0]!r}, which will not be merged; there are {', '.join(known)}")
         for other in others:

@@ -20,7 +20,7 @@ from ..arithmetic.tile import TileMerge
 from ..distributed import SINGLE, World
 from ..progress import Progress, meter
 from ..storage.checkpoint import CheckpointWriter, TensorWriter, copy_model_files, parse_size, plan_shards
-from ..storage.durable import check_output_dir, output_dir_stage, write_json
+from ..storage.durable import check_output_dir, output_dir_stage, write_json, write_text
 from ..storage.fisher import StoredFisher
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.tensor_file import TensorFile
@@ -66,7 +66,7 @@ def merge_agents(
             Directory to create; it must not exist or be empty. Without it the agents are probed and nothing is
             written.
         agents (`Sequence[str]`, *optional*):
-            Agents to merge, `"math"` or `"math@v2"`; by default the latest version of every agent.
+            Agents to merge, `"math"`, `"math@v2"` or `"math@best"`; by default the latest version of every agent.
         method (`str`, *optional*, defaults to `"ram_plus"`):
             `"ram_plus"` (equation 6), `"ram"` (no rescaling), `"ram_plus_soft"` (appendix E), or another one of
             [`~ram_trl.arithmetic.methods.METHODS`].
@@ -285,4 +285,4 @@ def _finish(plan: MergePlan, staged: Path, report: dict[str, Any], title: str) -
         TensorFile(path).close()
     copy_model_files(plan.base.path, staged, plan.outputs)
     write_json(staged / "merge_report.json", report)
-    (staged / "README.md").write_text(model_card(report, title), encoding="utf-8")
+    write_text(staged / "README.md", model_card(report, title))

@@ -175,7 +175,7 @@ def plan_merge(
         registry ([`AgentRegistry`]):
             The registry.
         agents (`Sequence[str]`, *optional*):
-            Agents to merge, `"math"` or `"math@v2"`; by default the latest version of every agent.
+            Agents to merge, `"math"`, `"math@v2"` or `"math@best"`; by default the latest version of every agent.
         settings ([`MergeSettings`]):
             How to merge.
         base_model (`str`, *optional*):
@@ -225,7 +225,7 @@ def plan_merge(
         base=base,
         records=records,
         settings=settings,
-        weights=_weights(chosen, settings.weights),
+        weights=_weights(chosen, agents or [agent.name for agent in chosen], settings.weights),
         touched_by=touched_by,
         outputs=outputs,
         copies_of=copies_of,
@@ -243,13 +243,15 @@ def _open_fishers(stored: Sequence[StoredFisher], base: Checkpoint, touched: Ite
     return fishers
 
 
-def _weights(agents: list[RegisteredAgent], weights: Mapping[str, float]) -> list[float]:
-    known = {name for agent in agents for name in (agent.name, str(agent))}
+def _weights(agents: list[RegisteredAgent], specs: Sequence[str], weights: Mapping[str, float]) -> list[float]:
+    # of an agent that an alias names, the alias too
+    names = [(str(agent), spec, agent.name) for agent, spec in zip(agents, specs, strict=True)]
+    known = {name for known in names for name in known}
     if unknown := sorted(set(weights) - known):
         raise ConfigError(
             f"--weights names {unknown[0]!r}, which is not merged; merged are: {', '.join(sorted(known))}"
         )
-    return [float(weights.get(str(agent), weights.get(agent.name, 1.0))) for agent in agents]
+    return [float(next((weights[name] for name in known if name in weights), 1.0)) for known in names]
 
 
 def _output_dtype(base: torch.dtype, output_dtype: str) -> torch.dtype:

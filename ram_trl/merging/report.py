@@ -89,7 +89,8 @@ def _warnings(report: dict[str, Any], agents: Sequence[RegisteredAgent]) -> list
     warnings = []
     for row, agent in zip(report["agents"], agents, strict=True):
         step, max_steps = (agent.manifest.training.get(key, 0) for key in ("step", "max_steps"))
-        if step < max_steps:
+        # written by hand, they may be anything
+        if isinstance(step, int) and isinstance(max_steps, int) and step < max_steps:
             warnings.append(
                 f"agent {agent} was registered after {step:,} of {max_steps:,} steps of its training; if that was not "
                 "meant, name another version with --agents"
@@ -113,8 +114,8 @@ def _warnings(report: dict[str, Any], agents: Sequence[RegisteredAgent]) -> list
                 warnings.append(
                     f"{share:.1%} of the changes of agent {row['name']} are shared with others (which changed of the "
                     f"model: {dense}), so they are nearly a plain average: raise --epsilon above "
-                    f"{report['epsilon']:g} towards the size of the updates, leave the densest agent out, or train so "
-                    "that fewer parameters move (bfloat16 weights, fewer LoRA targets)"
+                    f"{report['epsilon']:g} towards the size of the updates (ram-trl analyze shows it), "
+                    "leave the densest agent out, or compare other methods (--method)"
                 )
     return warnings
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import Linear
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..arithmetic.lora import LoraFactors, lora_delta
@@ -21,6 +20,8 @@ from ..distributed import World
 from ..sharded import full_parameter
 from ..storage.checkpoint import Checkpoint
 from ..storage.durable import explain_os_errors, make_dirs, sync_dir, sync_file
+from ..storage.stream_writer import write_tensors
+from ..storage.tensor_file import read_tensors
 from .adapter import INITIAL_FACTORS, PREFIX, changes_base
 from .live_model import strip_wrappers
 
@@ -78,7 +79,7 @@ def find_initial_factors(
 
     def find(weight: Tensor) -> dict[str, Tensor] | None:
         is_kept = folder is not None and (folder / INITIAL_FACTORS).exists()
-        kept = [load_file(folder / INITIAL_FACTORS)] if is_kept else []
+        kept = [read_tensors(folder / INITIAL_FACTORS)] if is_kept else []
         info = base.tensors.get(f"{module}.weight")
         if info is None or info.numel != weight.numel() or not weight.is_floating_point():
             return None
@@ -109,7 +110,7 @@ def save_initial_factors(factors: Mapping[str, Tensor], folder: Path) -> None:
     with explain_os_errors(f"writing {path}"):
         make_dirs(folder)
         staged = path.with_suffix(".tmp")
-        save_file(dict(factors), staged, metadata={"format": "pt"})
+        write_tensors(staged, factors)
         sync_file(staged)
         os.replace(staged, path)
         sync_dir(folder)

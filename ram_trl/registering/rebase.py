@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..arithmetic.codec import DTYPE_OPTIONS, TILE_NUMEL, is_mergeable
@@ -22,6 +21,7 @@ from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint
 from ..storage.durable import explain_os_errors, read_json, write_json
 from ..storage.manifest import BaseRecord, GeneralistManifest, Manifest
 from ..storage.registry import ADAPTER, AgentRegistry, RegisteredAgent
+from ..storage.stream_writer import write_tensors
 from ..storage.tensor_file import TensorInfo
 from ..storage.versions import MANIFEST
 from ..task_vector import TaskVector, open_task_vector
@@ -165,7 +165,7 @@ def _carry_adapter(
         moved = _moved(state[key].float().view(-1), old.read(name), new.read(name))
         state[key] = moved.view(state[key].shape).to(state[key].dtype)
     with explain_os_errors(f"writing the adapter to {staged}"):
-        save_file(state, staged / ADAPTER, metadata={"format": "pt"})
+        write_tensors(staged / ADAPTER, state)
         config = read_json(agent.path / ADAPTER_CONFIG)
         write_json(staged / ADAPTER_CONFIG, {**config, "base_model_name_or_path": new.name})
     dtype = getattr(torch, agent.manifest.snapshot.dtype)

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..progress import Progress
-from ..storage.checkpoint import Checkpoint
+from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint
+from ..storage.durable import explain_os_errors
 from ..storage.manifest import BaseRecord, LoraRecord, Manifest, SnapshotRecord, TensorRecord
 from ..storage.registry import ADAPTER, ADAPTER_MAP, TENSORS, write_records
+from ..storage.stream_writer import write_tensors
 from ..version import __version__
 from .snapshot import base_records, total_parameters
 
@@ -48,8 +49,9 @@ def save_adapter(staged: Path, config: "PeftConfig", state: dict[str, Tensor], b
     config = copy.copy(config)
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or base
-    config.save_pretrained(staged)
-    save_file(state, staged / ADAPTER, metadata={"format": "pt"})
+    with explain_os_errors(f"writing the configuration to {staged / ADAPTER_CONFIG}"):
+        config.save_pretrained(staged)
+    write_tensors(staged / ADAPTER, state)
 
 
 def write_lora_records(

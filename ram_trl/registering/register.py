@@ -23,6 +23,7 @@ from ..threads import Scratch
 from .records import build_manifest
 from .saved_adapter import adapter_writer
 from .snapshot import AgentTensor, FullSnapshot
+from .training_log import check_provenance, public_metrics, saved_run
 
 
 __all__ = ["check_options", "register_agent"]
@@ -38,6 +39,7 @@ def register_agent(
     snapshot_dtype: str = "auto",
     epsilon: float = DEFAULT_EPSILON,
     training: Mapping[str, Any] | None = None,
+    provenance: str = "full",
     progress: Progress | None = None,
 ) -> RegisteredAgent:
     """Put an agent that is on disk into the registry.
@@ -60,6 +62,9 @@ def register_agent(
             Where values are stored in float32, changes of at most this size are not stored.
         training (`Mapping`, *optional*):
             Where the agent comes from; recorded in its manifest.
+        provenance (`str`, *optional*, defaults to `"full"`):
+            What is recorded beside: `"full"`, where the model was, and, of a trainer's checkpoint, steps and last
+            metrics; `"minimal"` of that the steps and the metrics that every trainer has.
         progress (`Callable`, *optional*):
             Called with what is being done, the bytes done and the bytes to do.
 
@@ -67,6 +72,7 @@ def register_agent(
         [`RegisteredAgent`]: the new version, durable when this returns.
     """
     check_options(agent, snapshot_dtype, epsilon)
+    check_provenance(provenance)
     # Refuse what can be refused before anything is created.
     trained = Checkpoint.open(model)
     for info in trained.tensors.values():
@@ -90,7 +96,8 @@ def register_agent(
     registry = AgentRegistry(registry)
     with registry.stage(agent) as staged:
         manifest = write(staged)
-        manifest.agent, manifest.training = agent, {"model": trained.name, **manifest.training, **(training or {})}
+        manifest.agent = agent
+        manifest.training = {**_origin(trained, provenance), **manifest.training, **(training or {})}
         return registry.commit(staged, manifest)
 
 
@@ -106,6 +113,14 @@ def check_options(agent: str, snapshot_dtype: str, epsilon: float) -> None:
         raise ConfigError(f"snapshot_dtype={snapshot_dtype!r} is not one of {', '.join(DTYPE_OPTIONS)}")
     if not (math.isfinite(epsilon) and epsilon >= 0):
         raise ConfigError(f"epsilon={epsilon} must be a finite number of at least 0")
+
+
+def _origin(trained: Checkpoint, provenance: str) -> dict[str, Any]:
+    run = saved_run(trained.path)
+    if provenance == "full":
+        return {"provenance": provenance, "model": trained.name, **run}
+    metrics = {"metrics": public_metrics(run["metrics"])} if run else {}
+    return {"provenance": provenance, **run, **metrics}
 
 
 def _write_deltas(

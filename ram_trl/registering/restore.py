@@ -61,6 +61,9 @@ def restore_agent(
         registered.verify()
         base = open_recorded_base(registered, base_model)
         task_vector = open_task_vector(registered)
+        if registered.manifest.kind == "lora":
+            # now that it is open: what comes out of a full fine-tune is compared with its record, but not this
+            registered.verify()
         records = registered.tensors()
         infos = [
             TensorInfo(info.name, restored_dtype(registered, info, records), info.shape)

@@ -14,6 +14,7 @@ from ..storage.checkpoint import ADAPTER_CONFIG, Checkpoint
 from ..storage.durable import explain_os_errors, read_json
 from ..storage.manifest import Manifest
 from ..storage.registry import ADAPTER
+from ..storage.tensor_file import read_tensors
 from .adapter import INITIAL_FACTORS, MERGE_FIRST, adapter_features, changes_base, check_mergeable, map_adapter
 from .checks import check_finite
 from .records import save_adapter, write_lora_records
@@ -77,7 +78,6 @@ def _changed_writer(
     """Of a LoRA that was taken out of the base's weights: its change since then."""
     # imported here: a plain LoRA is registered without PEFT
     from peft import LoraConfig
-    from safetensors.torch import load_file
 
     from .initial_factors import without_initial_factors
 
@@ -91,13 +91,17 @@ def _changed_writer(
             f"{INITIAL_FACTORS} from the output_dir of its run beside the adapter; else {MERGE_FIRST}"
         )
     state = {name: trained.read(name).view(info.shape) for name, info in trained.tensors.items()}
-    started = load_file(initial)
+    started = read_tensors(initial)
     for name, tensor in state.items():
         if "lora_" in name and (name not in started or started[name].shape != tensor.shape):
             raise IncompatibleAgentError(
                 f"{initial} is not of this adapter: {name!r} is not in it, or of another shape"
             )
-    plain, state = without_initial_factors(LoraConfig.from_pretrained(trained.path), state, started)
+    try:
+        peft_config = LoraConfig.from_pretrained(trained.path)
+    except Exception as error:
+        raise UnsupportedModelError(f"{trained.path / ADAPTER_CONFIG} is no configuration to PEFT: {error}") from error
+    plain, state = without_initial_factors(peft_config, state, started)
     lora = map_adapter({name: tuple(tensor.shape) for name, tensor in state.items()}, plain.to_dict(), base)
 
     def write(staged: Path) -> Manifest:
@@ -124,12 +128,13 @@ def _merged_writer(
 
     from .live_merged import check_merged, snapshot_merged
 
-    [architecture] = base.config.get("architectures") or ["AutoModelForCausalLM"]
     try:
+        [architecture] = base.config.get("architectures") or ["AutoModelForCausalLM"]
         model = getattr(transformers, architecture).from_pretrained(base.path, dtype=torch.float32)
         # trainable, so that what was trained in full beside it is known
         model = PeftModel.from_pretrained(model, trained.path, is_trainable=True)
-    except (AttributeError, RuntimeError, ValueError) as error:
+    except Exception as error:
+        # of a configuration that they cannot use these libraries say so in errors of every kind
         raise UnsupportedModelError(
             f"{', '.join(features)}: the adapter is registered by merging it, and it could not be loaded over "
             f"{base.name} ({error}): {MERGE_FIRST}"

@@ -80,7 +80,8 @@ class Checkpoint:
     def __init__(self, path: Path, name: str | None = None, revision: str | None = None):
         self.path = Path(path)
         self.name, self.revision = name or str(path), revision
-        self.config = read_json(self.path / "config.json") if (self.path / "config.json").exists() else {}
+        # a link to nowhere is damage, and no model without a configuration
+        self.config = read_json(self.path / "config.json") if os.path.lexists(self.path / "config.json") else {}
         self._file_of: dict[str, TensorFile] = {}
         self._promised: set[str] = set()
         self.tensors: dict[str, TensorInfo] = {}
@@ -156,7 +157,7 @@ class Checkpoint:
             self._promised = set(weight_map)
             names = sorted(set(weight_map.values()))
             for name in names:
-                if os.path.basename(name) != name or not name.endswith(".safetensors"):
+                if os.path.basename(name) != name or not name.endswith(".safetensors") or not name.isprintable():
                     raise CorruptedFileError(f"{self.path / INDEX} names {name!r}, which is not a file beside it")
             return names
         pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLES)
@@ -225,7 +226,8 @@ class CheckpointWriter:
         number, position = self._place[name]
         data, position = tensor_bytes(tile), position + start * tile.dtype.itemsize
         descriptor, begin = self._descriptors[number], position
-        with explain_os_errors(f"writing tensor {name!r} to {self.path}"):
+        path = self.path / self._name(number)
+        with explain_os_errors(f"writing {len(data)} bytes of tensor {name!r} to {path}"):
             while data:
                 count = os.pwrite(descriptor, data, position)
                 data, position = data[count:], position + count
@@ -287,7 +289,8 @@ def copy_model_files(source: Path, target: Path, weights: Iterable[TensorInfo]) 
     for file in model_files(source):
         destination = target / file.relative_to(source)
         destination.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, destination)
+        with explain_os_errors(f"copying the {file.stat().st_size} bytes of {file} to {destination}"):
+            shutil.copyfile(file, destination)
     dtypes = {info.dtype for info in weights if info.dtype.is_floating_point}
     if len(dtypes) == 1 and (target / "config.json").exists():
         config = read_json(target / "config.json")

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from blake3 import blake3
@@ -28,15 +28,21 @@ __all__ = [
     "output_dir_stage",
     "publish",
     "read_json",
+    "replace_json",
     "staging_dir",
     "start_writeback",
     "sync_dir",
     "sync_file",
+    "unique_keys",
     "write_json",
+    "write_text",
 ]
 
 STAGING_PREFIX = ".tmp-"
 _READ_BYTES = 1 << 20
+# Records of 100,000 tensors. More only make a reader busy, and large: JSON is believed after it was parsed.
+_MAX_JSON_BYTES = 1 << 26
+_MAX_JSON_VALUES = 1 << 20
 
 
 @contextlib.contextmanager
@@ -67,10 +73,14 @@ def publish(staged: Path, target: Path) -> None:
 
     Raises:
         FileExistsError: if `target` exists and is not an empty directory. The staged directory is then still there.
+        CorruptedFileError: if something in the staged directory is not a file of its own.
+        StorageError: if something cannot be flushed. Nothing has the name then.
     """
     # Some writers create files for their owner only: give them what the directory got from the umask.
     mode = stat.S_IMODE(staged.stat().st_mode) & 0o666
-    for folder, _, names in os.walk(staged, topdown=False):
+    for folder, folders, names in os.walk(staged, topdown=False):
+        for name in [*folders, *names]:
+            _check_own(os.path.join(folder, name))
         for name in names:
             path = os.path.join(folder, name)
             os.chmod(path, mode)
@@ -82,7 +92,13 @@ def publish(staged: Path, target: Path) -> None:
         if target.exists():
             raise FileExistsError(f"{target} exists") from error
         raise
-    sync_dir(target.parent)
+    try:
+        sync_dir(target.parent)
+    except OSError:
+        # whether the name would be there after a power loss is not known: success must not be visible either
+        with contextlib.suppress(OSError):
+            os.rename(target, staged)
+        raise
 
 
 @contextlib.contextmanager
@@ -103,7 +119,8 @@ def sync_dir(path: Path) -> None:
     """Flush the entries of a directory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with explain_os_errors(f"flushing the directory {path}"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -112,7 +129,8 @@ def sync_file(path: str | os.PathLike) -> None:
     """Flush the bytes of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with explain_os_errors(f"flushing the {os.fstat(descriptor).st_size} bytes of {os.fspath(path)}"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -129,12 +147,12 @@ def make_dirs(path: Path) -> None:
 def needed_dirs(path: Path) -> Iterator[None]:
     """Create a directory and its missing parents; if the block fails, those that it left empty vanish again."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    make_dirs(path)
     try:
+        make_dirs(path)
         yield
     except BaseException:
-        with contextlib.suppress(OSError):
-            for folder in missing:
+        for folder in missing:
+            with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
 
@@ -157,28 +175,67 @@ def check_output_dir(path: Path) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> dict:
-    """Read a JSON object.
+def write_text(path: Path, text: str) -> None:
+    data = text.encode()
+    with explain_os_errors(f"writing {len(data)} bytes to {path}"):
+        path.write_bytes(data)
+
+
+def replace_json(path: Path, content: dict) -> None:
+    """Write a small file of JSON, also in the place of one that is there, by one rename, durably."""
+    written = path.with_name(f"{STAGING_PREFIX}{uuid.uuid4().hex}")
+    try:
+        write_json(written, content)
+        sync_file(written)
+        os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)
+    sync_dir(path.parent)
+
+
+def read_json(path: Path, digest: str | None = None) -> dict:
+    """Read a JSON object; `digest` is the BLAKE3 that its bytes have to have.
 
     Raises:
         StorageError: if the file cannot be read.
-        CorruptedFileError: if it does not hold a JSON object.
+        CorruptedFileError: if it does not hold a JSON object, or more of it than any model needs.
     """
-    if path.exists() and not path.is_file():
-        # reading a FIFO would wait for ever
-        raise CorruptedFileError(f"{path} is not a regular file")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # opening a FIFO would wait for ever
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CorruptedFileError(f"{path} is not a regular file")
+            text = file.read(_MAX_JSON_BYTES + 1)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    if digest is not None and blake3(text).hexdigest() != digest:
+        raise CorruptedFileError(f"{path} was changed while it was being read: leave it alone and try again")
+    if len(text) > _MAX_JSON_BYTES or sum(text.count(mark) for mark in (b"{", b"[", b",")) > _MAX_JSON_VALUES:
+        raise CorruptedFileError(f"{path} is not valid JSON for a model: it holds more than any model has tensors")
+    try:
+        content = json.loads(text.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CorruptedFileError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CorruptedFileError(f"{path} does not hold a JSON object")
     return content
+
+
+def unique_keys(pairs: list[tuple[str, object]]) -> dict:
+    """The object of some pairs, for `json.loads`: a name that occurs twice means something else to every reader.
+
+    Raises:
+        ValueError: if a name occurs twice, or holds half of a surrogate pair and cannot be written again.
+    """
+    keys = dict(pairs)
+    for name in keys:
+        name.encode()
+    if len(keys) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return keys
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
@@ -189,12 +246,21 @@ def start_writeback(descriptor: int, offset: int, length: int) -> None:
             os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
-def digest_file(path: Path) -> str:
-    """BLAKE3 of a file's bytes, hexadecimal."""
+def digest_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """BLAKE3 of a file's bytes, hexadecimal; `advance` is told how many were read.
+
+    Raises:
+        CorruptedFileError: if it is not a regular file, nor a link to one.
+    """
     hasher, block = blake3(), memoryview(bytearray(_READ_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    # opening a FIFO would wait for ever
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CorruptedFileError(f"{path} is not a regular file")
         while count := file.readinto(block):
             hasher.update(block[:count])
+            if advance:
+                advance(count)
     return hasher.hexdigest()
 
 
@@ -204,3 +270,10 @@ def _is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _check_own(path: str) -> None:
+    """Refuse what others could change, or what cannot be flushed, within a directory that is to be immutable."""
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) and (not stat.S_ISREG(status.st_mode) or status.st_nlink > 1):
+        raise CorruptedFileError(f"{path} is a link, a device or a pipe: put a file of its own in its place")

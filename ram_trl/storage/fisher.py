@@ -11,7 +11,7 @@ it is removed with its agent. Only its range matters: bfloat16 has that of float
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,13 +75,13 @@ class StoredFisher:
     manifest: FisherManifest
     cure: str
 
-    def verify(self) -> None:
-        """Compare the file with its recorded size and digest.
+    def verify(self, advance: Callable[[int], None] | None = None) -> None:
+        """Compare the file with its recorded size and digest; `advance` is told how many bytes were read.
 
         Raises:
             CorruptedFileError: if it is missing or changed.
         """
-        verify_files(self.path, self.manifest.files, f"the Fisher of agent {self.agent}", self.cure)
+        verify_files(self.path, self.manifest.files, f"the Fisher of agent {self.agent}", self.cure, advance)
 
     def open_weights(self) -> TensorFile:
         """The tensors, not verified.

@@ -13,21 +13,23 @@ from a generalist has to name a version, because the base of a run must not move
 import contextlib
 import fcntl
 import os
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError
-from .durable import STAGING_PREFIX, explain_os_errors, read_json, sync_dir, sync_file, write_json
+from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError, RamTrlError
+from .durable import explain_os_errors, read_json, replace_json, write_json
+from .labels import Labels, read_pointer
 from .manifest import GeneralistManifest
-from .versions import MANIFEST, VersionStore, check_name, file_records, verify_files
+from .names import check_name
+from .trash import Trash
+from .versions import MANIFEST, VersionStore, file_records, verify_files
 
 
-__all__ = ["Generalist", "GeneralistStore"]
+__all__ = ["LATEST", "Generalist", "GeneralistStore"]
 
-_LATEST = "latest.json"
+LATEST = "latest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,27 @@ class Generalist:
         """Content of its `merge_report.json`."""
         return read_json(self.path / "merge_report.json")
 
-    def verify(self) -> None:
-        """Compare every file with its recorded size and digest.
+    def descends_from(self, agent: str, version: int, digest: str | None) -> bool:
+        """Whether it was merged of a version of an agent.
+
+        Args:
+            agent (`str`):
+                Name of the agent.
+            version (`int`):
+                Number of the version. It may be another one in the registry that it came from.
+            digest (`str`, *optional*):
+                Digest of its manifest; the number decides where that cannot be read.
+        """
+        parents = [parent for parent in self.manifest.parents if parent.agent == agent]
+        return any(parent.version == version if digest is None else parent.digest == digest for parent in parents)
+
+    def verify(self, advance: Callable[[int], None] | None = None) -> None:
+        """Compare every file with its recorded size and digest; `advance` is told how many bytes were read.
 
         Raises:
             CorruptedFileError: if a file is missing, changed, or not recorded.
         """
-        verify_files(self.path, self.manifest.files, f"generalist {self}", "merge it again (--merge_to)")
+        verify_files(self.path, self.manifest.files, f"generalist {self}", _cure(self.path, str(self)), advance)
 
 
 class GeneralistStore:
@@ -77,6 +93,10 @@ class GeneralistStore:
     Args:
         registry (`Path`):
             Directory of the registry.
+
+    Attributes:
+        store ([`~ram_trl.storage.versions.VersionStore`]):
+            Where they are on disk.
 
     Example:
 
@@ -88,7 +108,8 @@ class GeneralistStore:
 
     def __init__(self, registry: Path):
         self._registry = registry
-        self._store = VersionStore(registry / "generalists", "generalist")
+        self.store = VersionStore(registry / "generalists", "generalist")
+        self._trash = Trash(self.store, _read_manifest)
 
     def __iter__(self) -> Iterator[Generalist]:
         """Every version of every generalist, by name and number."""
@@ -96,11 +117,11 @@ class GeneralistStore:
 
     def names(self) -> list[str]:
         """Names of the generalists that have a version, sorted."""
-        return self._store.names()
+        return self.store.names()
 
     def versions(self, name: str) -> list[int]:
         """Version numbers of a generalist, ascending; empty if there is none."""
-        return self._store.versions(name)
+        return self.store.versions(name)
 
     def get(self, spec: str) -> Generalist:
         """Look up `"generalist"` (the version that was promoted last) or `"generalist@v2"`.
@@ -109,33 +130,46 @@ class GeneralistStore:
             AgentNotFoundError: if there is no such generalist or version, or none was promoted.
             InvalidNameError: if the name is not one.
         """
-        name, numbers = self._store.find(spec)
-        number = numbers[0] if "@" in spec else self.latest(name)
+        name, numbers = self.store.find(spec)
+        if "@" in spec:
+            return self._read(name, numbers[0])
+        self.check_latest(name)
+        number = self.latest(name)
         if number is None:
             raise AgentNotFoundError(
                 f"no version of generalist {name!r} was promoted: name one of "
                 f"{', '.join(f'{name}@v{number}' for number in numbers)}"
             )
-        if number not in self.versions(name):
-            raise CorruptedFileError(
-                f"{self._store.path / name / _LATEST} names v{number}, which is not there: promote another"
-            )
-        path = self._store.version_dir(name, number)
-        manifest = GeneralistManifest.from_dict(read_json(path / MANIFEST), str(path / MANIFEST))
-        if manifest.generalist != name:
-            raise CorruptedFileError(f"{path / MANIFEST} is not the manifest of generalist {name!r}")
-        return Generalist(name, number, path, manifest)
+        return self._read(name, number)
+
+    def readable(self) -> Iterator[Generalist]:
+        """Every version of every generalist whose manifest is intact."""
+        for name in self.names():
+            for number in self.versions(name):
+                with contextlib.suppress(RamTrlError):
+                    yield self._read(name, number)
+
+    def labels(self, name: str) -> Labels:
+        """Aliases and tags of a generalist's versions, to read and to set."""
+        return self.store.labels(name)
 
     def latest(self, name: str) -> int | None:
         """The version of a generalist that was promoted last, if one was."""
         check_name(name, "generalist")
-        path = self._store.path / name / _LATEST
-        if not path.exists():
-            return None
-        number = read_json(path).get("version")
-        if type(number) is not int or number < 1:
-            raise CorruptedFileError(f"{path} does not name a version: promote one with ram-trl promote")
-        return number
+        return read_pointer(self.store.path / name / LATEST, "promote a version (ram-trl promote)")
+
+    def check_latest(self, name: str) -> None:
+        """Refuse a generalist whose latest version is said to be one that is not there.
+
+        Raises:
+            CorruptedFileError: if it is, or if what says so is damaged.
+        """
+        number, numbers = self.latest(name), self.versions(name)
+        if number is not None and number not in numbers:
+            promote = self.store.command("promote", f"{name}@v{max(numbers, default=1)}")
+            raise CorruptedFileError(
+                f"{self.store.path / name / LATEST} names v{number}, which is not there: promote another ({promote})"
+            )
 
     def promote(self, spec: str) -> Generalist:
         """Make a version the one that the generalist's name alone means, durably.
@@ -165,12 +199,12 @@ class GeneralistStore:
         """
         self.latest(name)
         with explain_os_errors(f"writing to the registry {self._registry}"):
-            self._store.check_writable()
+            self.store.check_writable()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Path]:
         """A directory to write a new version in. Nothing of it is visible until [`commit`]; it is removed on exit."""
-        with explain_os_errors(f"writing to the registry {self._registry}"), self._store.stage(name) as staged:
+        with explain_os_errors(f"writing to the registry {self._registry}"), self.store.stage(name) as staged:
             yield staged
 
     def commit(self, staged: Path, manifest: GeneralistManifest) -> Generalist:
@@ -183,8 +217,8 @@ class GeneralistStore:
         with explain_os_errors(f"adding a version of generalist {name}"):
             manifest.files = file_records(staged)
             write_json(staged / MANIFEST, manifest.to_dict())
-            number = self._store.commit(name, staged, above=self.latest(name) or 0)
-        merged = Generalist(name, number, self._store.version_dir(name, number), manifest)
+            number = self.store.commit(name, staged, above=self.latest(name) or 0)
+        merged = Generalist(name, number, self.store.version_dir(name, number), manifest)
         if manifest.refused is None:
             promote = f"ram-trl promote --registry {self._registry} --generalist {merged}"
             with explain_os_errors(f"{merged} is there; making it the latest ({promote})"):
@@ -195,7 +229,7 @@ class GeneralistStore:
         return merged
 
     def remove(self, spec: str) -> list[str]:
-        """Remove one version (`"generalist@v2"`), or a generalist with all of its versions (`"generalist"`).
+        """Move one version (`"generalist@v2"`), or a generalist with all of its versions, into the trash.
 
         Returns:
             `list[str]`: the versions that were removed. Their numbers are not used again.
@@ -203,20 +237,41 @@ class GeneralistStore:
         Raises:
             ConfigError: if the version is the latest and others would be left: promote another one first.
         """
-        name, numbers = self._store.find(spec)
+        name, numbers = self.store.find(spec)
         with explain_os_errors(f"removing generalist {spec}"), self._locked(name):
             if "@" in spec and self.versions(name) != numbers and self.latest(name) == numbers[0]:
-                raise ConfigError(f"{spec} is the latest of {name}: promote another version, then remove it")
-            if numbers == self.versions(name):
-                (self._store.path / name / _LATEST).unlink(missing_ok=True)
-            for number in numbers:
-                self._store.remove(name, number)
-        return [f"{name}@v{number}" for number in numbers]
+                raise ConfigError(f"{name}@v{numbers[0]} is the latest of {name}: promote another, then remove it")
+            # what says which is the latest stays, and means it again if it comes back
+            return self._trash.remove(name, numbers)
+
+    def quarantine(self, spec: str, reason: str) -> str:
+        """Move a version that is damaged (`"generalist@v2"`), be it the latest, out of sight; return its name."""
+        return self._trash.quarantine(spec, reason)
+
+    def recover(self, spec: str) -> list[str]:
+        """Bring versions back from trash or quarantine: see [`Trash.recover`]."""
+        return self._trash.recover(spec)
+
+    def children(self, agent: str, digests: Mapping[int, str | None]) -> str:
+        """Which generalists were merged of versions of an agent, in words; empty if none was.
+
+        Args:
+            agent (`str`):
+                Name of the agent.
+            digests (`Mapping[int, str]`):
+                For each version its manifest's digest, `None` where that cannot be read.
+        """
+        merged = list(self.readable())
+        found = {}
+        for number, digest in digests.items():
+            if names := [str(one) for one in merged if one.descends_from(agent, number, digest)]:
+                found[number] = ", ".join(names)
+        return "; ".join(f"{names} was merged of {agent}@v{number}" for number, names in found.items())
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
         """Nobody else on this machine reads and moves the alias meanwhile."""
-        folder = os.open(self._store.path / name, os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(self.store.path / name, os.O_RDONLY | os.O_DIRECTORY)
         try:
             # a file system that has no locks has to do without
             with contextlib.suppress(OSError):
@@ -226,12 +281,28 @@ class GeneralistStore:
             os.close(folder)
 
     def _point(self, name: str, number: int) -> None:
-        folder = self._store.path / name
-        written = folder / f"{STAGING_PREFIX}{uuid.uuid4().hex}"
-        try:
-            write_json(written, {"version": number})
-            sync_file(written)
-            os.replace(written, folder / _LATEST)
-        finally:
-            written.unlink(missing_ok=True)
-        sync_dir(folder)
+        replace_json(self.store.path / name / LATEST, {"version": number})
+
+    def _read(self, name: str, number: int) -> Generalist:
+        path = self.store.version_dir(name, number)
+        return Generalist(name, number, path, _read_manifest(path, _cure(path, f"{name}@v{number}")))
+
+
+def _cure(path: Path, version: str) -> str:
+    """What to do about a damaged version, which is at `path` in its registry."""
+    command = VersionStore(path.parents[1], "generalist").command("quarantine", version)
+    return f"put it out of the way ({command}) and merge it again (--merge_to)"
+
+
+def _read_manifest(path: Path, cure: str) -> GeneralistManifest:
+    """Read the manifest of a directory in the folder of its generalist."""
+    file, name = path / MANIFEST, path.parent.name
+    try:
+        if path.exists() and not os.path.lexists(file):
+            raise CorruptedFileError(f"{file} is missing")
+        manifest = GeneralistManifest.from_dict(read_json(file), str(file))
+        if manifest.generalist != name:
+            raise CorruptedFileError(f"{file} is not the manifest of generalist {name!r}")
+    except CorruptedFileError as error:
+        raise CorruptedFileError(f"{error}: {cure}") from error
+    return manifest

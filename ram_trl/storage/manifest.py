@@ -1,16 +1,17 @@
 """What is written down about agents and generalists: `manifest.json` and `tensors.json` (docs/FORMAT.md)."""
 
-import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from blake3 import blake3
 
 from ..errors import CorruptedFileError, UnsupportedModelError
+from .record import Record
+from .tensor_file import DTYPE_NAMES, DTYPES
 
 
 __all__ = [
@@ -26,10 +27,12 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+# as torch names them
+_DTYPE_WORDS = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
 
 
 @dataclass(kw_only=True, slots=True)
-class TensorRecord:
+class TensorRecord(Record):
     """One tensor of the base model, and what the agent made of it.
 
     Args:
@@ -54,13 +57,19 @@ class TensorRecord:
     stored: str | None = None
     agent: str | None = None
 
+    def __post_init__(self):
+        # not super(): a dataclass with slots is another class than the one that it would look for
+        Record.__post_init__(self)
+        if self.dtype not in DTYPES or self.stored not in (None, *DTYPES):
+            raise TypeError(f"dtype {self.dtype!a:.60} or stored {self.stored!a:.60} is not known")
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
 
 @dataclass(kw_only=True, slots=True)
-class LoraRecord:
+class LoraRecord(Record):
     """How one tensor of the base is changed by tensors of the adapter file.
 
     Args:
@@ -84,7 +93,7 @@ class LoraRecord:
 
 
 @dataclass(kw_only=True, slots=True)
-class FileRecord:
+class FileRecord(Record):
     """Size in bytes and BLAKE3 of a file."""
 
     size: int
@@ -92,7 +101,7 @@ class FileRecord:
 
 
 @dataclass(kw_only=True, slots=True)
-class BaseRecord:
+class BaseRecord(Record):
     """The base model of an agent.
 
     Args:
@@ -119,7 +128,7 @@ class BaseRecord:
 
 
 @dataclass(kw_only=True, slots=True)
-class SnapshotRecord:
+class SnapshotRecord(Record):
     """What was taken from the training run.
 
     Args:
@@ -142,9 +151,14 @@ class SnapshotRecord:
     changed_by_training: int | None = None
     hidden_update: float | None = None
 
+    def __post_init__(self):
+        Record.__post_init__(self)
+        if self.dtype not in _DTYPE_WORDS:
+            raise TypeError(f"dtype {self.dtype!a:.60} is not known")
+
 
 @dataclass(kw_only=True, slots=True)
-class Manifest:
+class Manifest(Record):
     """All that is recorded of one version of an agent.
 
     Args:
@@ -178,6 +192,12 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
+    @property
+    def density(self) -> float | None:
+        """Share of the base's parameters that the agent changed, as stored; unknown of a LoRA agent."""
+        changed = self.snapshot.changed
+        return None if changed is None else changed / max(1, self.base_model.total_parameters)
+
     def to_dict(self) -> dict[str, Any]:
         """As it is written, with a digest over itself."""
         return _seal(dataclasses.asdict(self))
@@ -185,20 +205,11 @@ class Manifest:
     @classmethod
     def from_dict(cls, content: dict[str, Any], where: str) -> "Manifest":
         """Read back what [`to_dict`] gave; `where` names the file in errors."""
-        with _explain(where):
-            content = _unseal(content, cls, where)
-            return cls(
-                **{
-                    **content,
-                    "base_model": BaseRecord(**content["base_model"]),
-                    "snapshot": SnapshotRecord(**content["snapshot"]),
-                    "files": {name: FileRecord(**record) for name, record in content["files"].items()},
-                }
-            )
+        return _from_dict(cls, content, where)
 
 
 @dataclass(kw_only=True, slots=True)
-class ParentRecord:
+class ParentRecord(Record):
     """An agent that a generalist was merged of; `digest` is that of its manifest."""
 
     agent: str
@@ -207,7 +218,7 @@ class ParentRecord:
 
 
 @dataclass(kw_only=True, slots=True)
-class GeneralistManifest:
+class GeneralistManifest(Record):
     """All that is recorded of one version of a generalist.
 
     Args:
@@ -251,16 +262,25 @@ class GeneralistManifest:
     @classmethod
     def from_dict(cls, content: dict[str, Any], where: str) -> "GeneralistManifest":
         """Read back what [`to_dict`] gave; `where` names the file in errors."""
-        with _explain(where):
-            content = _unseal(content, cls, where)
-            return cls(
-                **{
-                    **content,
-                    "base_model": BaseRecord(**content["base_model"]),
-                    "parents": [ParentRecord(**record) for record in content["parents"]],
-                    "files": {name: FileRecord(**record) for name, record in content["files"].items()},
-                }
-            )
+        return _from_dict(cls, content, where)
+
+
+_NESTED: dict[str, Callable[[Any], Any]] = {
+    "base_model": lambda record: BaseRecord(**record),
+    "snapshot": lambda record: SnapshotRecord(**record),
+    "parents": lambda records: [ParentRecord(**record) for record in records],
+    "files": lambda records: {name: FileRecord(**record) for name, record in records.items()},
+}
+
+
+def _from_dict(manifest_class: type, content: dict[str, Any], where: str) -> Any:
+    """A manifest from its sealed fields; what fields of other types raise becomes an error that names the file."""
+    content = _unseal(content, manifest_class, where)
+    try:
+        nested = {name: _NESTED[name](value) for name, value in content.items() if name in _NESTED}
+        return manifest_class(**{**content, **nested})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CorruptedFileError(f"{where} is not a manifest: {error}") from error
 
 
 def _seal(content: dict[str, Any]) -> dict[str, Any]:
@@ -291,15 +311,6 @@ def _unseal(content: dict[str, Any], manifest_class: type, where: str) -> dict[s
     if missing := sorted({field.name for field in dataclasses.fields(manifest_class)} - set(content)):
         raise CorruptedFileError(f"{where} is not a manifest: it lacks {', '.join(missing)}")
     return content
-
-
-@contextlib.contextmanager
-def _explain(where: str) -> Iterator[None]:
-    """Turn what a manifest with fields of other types raises into an error that names the file."""
-    try:
-        yield
-    except (TypeError, KeyError, AttributeError) as error:
-        raise CorruptedFileError(f"{where} is not a manifest: {error}") from error
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from ..errors import ConfigError, InvalidNameError
 
 __all__ = [
     "QUARANTINE",
+    "SIGNATURE",
     "TRASH",
     "VERSION",
     "check_label",
@@ -23,6 +24,8 @@ __all__ = [
 
 # Folders of a registry for versions that are out of sight (trash.py).
 TRASH, QUARANTINE = "trash", "quarantine"
+# A signature is a file beside a version, with this at the end of its name.
+SIGNATURE = ".sig"
 # Directory of a version.
 VERSION = re.compile(r"v([0-9]{6}|[1-9][0-9]{6,8})")
 
@@ -87,7 +90,8 @@ def registry_path(path: "str | os.PathLike") -> Path:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
         scheme = os.fspath(path).partition(":")[0]
         raise ConfigError(
-            f"a {scheme}:// URL is a registry to read from: write to a directory, then ram-trl push it there"
+            f"a {scheme}:// URL is no directory, and here one is needed: ram-trl pull fetches agents into a registry, "
+            "ram-trl push sends them"
         )
     return Path(path)
 

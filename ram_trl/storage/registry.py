@@ -9,22 +9,25 @@ registry/agents/math/v000001/manifest.json       what it is, and the digests of 
 ```
 
 The models that were merged of them are in `registry/generalists` (`generalists.py`), the agents' Fisher information in
-`registry/fisher` (`fisher.py`).
+`registry/fisher` (`fisher.py`), what is out of sight in `registry/trash` and `registry/quarantine` (`trash.py`).
 """
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError
+from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError, StorageError, UnsupportedModelError
 from .durable import explain_os_errors, read_json, write_json
 from .generalists import GeneralistStore
+from .labels import Labels
 from .manifest import LoraRecord, Manifest, TensorRecord
+from .names import check_name, check_number, registry_path
 from .tensor_file import TensorFile
-from .versions import MANIFEST, VersionStore, check_name, discard, file_records, verify_file, verify_files
+from .trash import Trash
+from .versions import MANIFEST, VersionStore, file_records, verify_file, verify_files
 
 
 __all__ = [
@@ -65,13 +68,13 @@ class RegisteredAgent:
     def __str__(self) -> str:
         return f"{self.name}@v{self.version}"
 
-    def verify(self) -> None:
-        """Compare every file with its recorded size and digest.
+    def verify(self, advance: Callable[[int], None] | None = None) -> None:
+        """Compare every file with its recorded size and digest; `advance` is told how many bytes were read.
 
         Raises:
             CorruptedFileError: if a file is missing, changed, or not recorded.
         """
-        verify_files(self.path, self.manifest.files, f"agent {self}", self._cure)
+        verify_files(self.path, self.manifest.files, f"agent {self}", self._cure, advance)
 
     def tensors(self) -> dict[str, TensorRecord]:
         """Records of the base's tensors, by name."""
@@ -86,15 +89,21 @@ class RegisteredAgent:
         return TensorFile(self.path / (DELTA if self.manifest.kind == "full" else ADAPTER))
 
     @property
+    def digest(self) -> str:
+        """Digest of its manifest, and so of all of it."""
+        return self.manifest.to_dict()["digest"]
+
+    @property
     def _cure(self) -> str:
-        return f"remove it (ram-trl remove --agent {self}) and register it again from its checkpoint"
+        return _cure(self.path, str(self))
 
     def _records(self, file_name: str, record_type: type) -> dict[str, Any]:
         # What is said about a damaged agent must not be said about its base.
         verify_file(self.path, file_name, self.manifest.files, f"agent {self}", self._cure)
         path = self.path / file_name
+        content = read_json(path, self.manifest.files[file_name].blake3)
         try:
-            return {name: record_type(**fields) for name, fields in read_json(path).items()}
+            return {name: record_type(**fields) for name, fields in content.items()}
         except TypeError as error:
             raise CorruptedFileError(f"{path} is damaged: {error}") from error
 
@@ -109,6 +118,8 @@ class AgentRegistry:
     Attributes:
         generalists ([`~ram_trl.storage.generalists.GeneralistStore`]):
             The models that were merged of the agents and kept in the registry.
+        store, fishers ([`~ram_trl.storage.versions.VersionStore`]):
+            Where the agents' versions, and their Fisher information, are on disk.
 
     Example:
 
@@ -120,67 +131,57 @@ class AgentRegistry:
     """
 
     def __init__(self, path: "str | os.PathLike | AgentRegistry"):
-        self.path = path.path if isinstance(path, AgentRegistry) else Path(path)
+        self.path = path.path if isinstance(path, AgentRegistry) else registry_path(path)
         self.generalists = GeneralistStore(self.path)
-        self._store = VersionStore(self.path / "agents", "agent")
+        self.store = VersionStore(self.path / "agents", "agent")
+        self.fishers = VersionStore(self.path / "fisher", "Fisher")
+        self._trash = Trash(self.store, _read_manifest, beside=self.fishers)
 
     def __iter__(self) -> Iterator[RegisteredAgent]:
         """The latest version of every agent, by name."""
         return iter([self.get(name) for name in self.names()])
 
     def exists(self) -> bool:
-        return self._store.exists()
+        return self.store.exists()
 
     def names(self) -> list[str]:
-        """Names of the agents that have a version, sorted.
+        """Names of the agents that have a version, sorted; raises as [`check_exists`]."""
+        self.check_exists()
+        return self.store.names()
 
-        Raises:
-            AgentNotFoundError: if there is no registry at this path.
-        """
+    def check_exists(self) -> None:
+        """Raise an [`AgentNotFoundError`] if there is no registry at this path."""
         if not self.exists():
             raise AgentNotFoundError(f"{self.path} is not a registry: no agent was ever registered there")
-        return self._store.names()
 
     def versions(self, name: str) -> list[int]:
         """Version numbers of an agent, ascending; empty if there is none."""
-        return self._store.versions(name)
+        return self.store.versions(name)
 
     def get(self, spec: str) -> RegisteredAgent:
-        """Look up `"math"` (its latest version) or `"math@v2"`.
+        """Look up `"math"` (its latest version), `"math@v2"` or `"math@best"` (an alias).
 
         Raises:
             AgentNotFoundError: if there is no such registry, agent or version.
             InvalidNameError: if the name is not one.
         """
         name, numbers = self._find(spec)
-        path = self._store.version_dir(name, numbers[-1])
-        manifest = Manifest.from_dict(read_json(path / MANIFEST), str(path / MANIFEST))
-        if manifest.agent != name or manifest.kind not in ("full", "lora"):
-            raise CorruptedFileError(f"{path / MANIFEST} is not the manifest of agent {name!r}")
-        return RegisteredAgent(name, numbers[-1], path, manifest)
+        return self._read(name, numbers[-1])
 
     def check_outside(self, path: Path) -> None:
-        """Refuse to write something else into the registry.
-
-        Raises:
-            ConfigError: if `path` is inside of it.
-        """
+        """Raise a [`ConfigError`] if something else is to be written into the registry."""
         if self.path.resolve() in (path.resolve(), *path.resolve().parents):
             raise ConfigError(f"{path} is inside the registry {self.path}: choose another --output_dir")
 
     def check_writable(self) -> None:
-        """Create the registry if need be and try to write in it.
-
-        Raises:
-            StorageError: if that fails.
-        """
+        """Create the registry if need be and try to write in it; raise a [`StorageError`] if that fails."""
         with explain_os_errors(f"writing to the registry {self.path}"):
-            self._store.check_writable()
+            self.store.check_writable()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Path]:
         """A directory to write a new version in. Nothing of it is visible until [`commit`]; it is removed on exit."""
-        with explain_os_errors(f"writing to the registry {self.path}"), self._store.stage(name) as staged:
+        with explain_os_errors(f"writing to the registry {self.path}"), self.store.stage(name) as staged:
             yield staged
 
     def commit(self, staged: Path, manifest: Manifest) -> RegisteredAgent:
@@ -188,42 +189,124 @@ class AgentRegistry:
         with explain_os_errors(f"registering agent {manifest.agent}"):
             manifest.files = file_records(staged)
             write_json(staged / MANIFEST, manifest.to_dict())
-            number = self._store.commit(manifest.agent, staged)
-            return RegisteredAgent(manifest.agent, number, self._store.version_dir(manifest.agent, number), manifest)
+            number = self.store.commit(manifest.agent, staged)
+            return RegisteredAgent(manifest.agent, number, self.store.version_dir(manifest.agent, number), manifest)
 
-    def remove(self, spec: str) -> list[str]:
-        """Remove one version (`"math@v2"`) or all of an agent's (`"math"`), damaged ones too, with their Fisher.
+    def admit(self, staged: Path, number: int) -> RegisteredAgent:
+        """Make a version that was registered elsewhere one of this registry, exactly as it is.
+
+        Args:
+            staged (`Path`):
+                What [`stage`] gave, with all files of the version, its manifest too.
+            number (`int`):
+                Its number elsewhere. It is kept if it was never used here, otherwise the next free one is taken.
+
+        Returns:
+            [`RegisteredAgent`]: the version; one that has been here before if its manifest is the same.
+
+        Raises:
+            CorruptedFileError: if the manifest or a file is not what was registered elsewhere.
+            InvalidNameError: if the number is not that of a version.
+        """
+        check_number(number)
+        name, cure = staged.parent.name, "get it again from where it comes from"
+        manifest = _read_manifest(staged, cure)
+        verify_files(staged, manifest.files, f"agent {name}@v{number}, which arrived", cure)
+        with explain_os_errors(f"adding agent {name}@v{number}"):
+            while True:
+                # before the look around: who admits the same version after it takes this number, and the next look
+                # finds that one
+                free = self.store.free_number(name, wanted=number)
+                if (same := self.find_same(name, manifest.to_dict()["digest"])) is not None:
+                    return same
+                if self.store.take(name, staged, free):
+                    return RegisteredAgent(name, free, self.store.version_dir(name, free), manifest)
+
+    def find_same(self, name: str, manifest_digest: str) -> RegisteredAgent | None:
+        """The version of an agent whose manifest has this digest, the newest of several; `None` if there is none."""
+        found = [number for number in self.versions(name) if self._digest(name, number) == manifest_digest]
+        return self._read(name, found[-1]) if found else None
+
+    def labels(self, name: str) -> Labels:
+        """Aliases and tags of an agent's versions, to read and to set."""
+        return self.store.labels(name)
+
+    def remove(self, spec: str, force: bool = False) -> list[str]:
+        """Move one version (`"math@v2"`) or all of an agent's (`"math"`), damaged ones too, into the trash.
+
+        Args:
+            spec (`str`):
+                What to remove.
+            force (`bool`, *optional*, defaults to `False`):
+                Whether to remove also what a generalist of this registry was merged of.
 
         Returns:
             `list[str]`: the versions that were removed. Their numbers are not used again.
+
+        Raises:
+            ConfigError: if a generalist descends from one of them. Nothing was removed then.
         """
         name, numbers = self._find(spec)
+        if not force:
+            digests = {number: self._digest(name, number) for number in numbers}
+            if children := self.generalists.children(name, digests):
+                raise ConfigError(f"{children}: --force removes it all the same, into the trash")
         with explain_os_errors(f"removing agent {spec}"):
-            for number in numbers:
-                # first, as nothing would find it without the agent
-                if self.fisher_dir(name, number).exists():
-                    discard(self.fisher_dir(name, number))
-                self._store.remove(name, number)
-        return [f"{name}@v{number}" for number in numbers]
+            return self._trash.remove(name, numbers)
+
+    def quarantine(self, spec: str, reason: str) -> str:
+        """Move a version that is damaged (`"math@v2"`) out of sight, write down why, and return its name."""
+        return self._trash.quarantine(spec, reason)
+
+    def recover(self, spec: str) -> list[str]:
+        """Bring versions back from trash or quarantine, with their Fisher information: see [`Trash.recover`]."""
+        return self._trash.recover(spec)
 
     def fisher_dir(self, name: str, number: int) -> Path:
         """Where the Fisher information of an agent's version is, if it has one."""
-        return self.path / "fisher" / name / f"v{number:06d}"
+        return self.fishers.version_dir(name, number)
+
+    def _read(self, name: str, number: int) -> RegisteredAgent:
+        path = self.store.version_dir(name, number)
+        return RegisteredAgent(name, number, path, _read_manifest(path, _cure(path, f"{name}@v{number}")))
+
+    def _digest(self, name: str, number: int) -> str | None:
+        """Digest of a version's manifest; `None` if it is damaged, or has gone meanwhile."""
+        try:
+            return self._read(name, number).digest
+        except (CorruptedFileError, StorageError, UnsupportedModelError):
+            return None
 
     def _find(self, spec: str) -> tuple[str, list[int]]:
         # a name is refused before the registry is missed
         check_agent_name(spec.partition("@")[0] if isinstance(spec, str) else spec)
-        self.names()
-        return self._store.find(spec)
+        self.check_exists()
+        return self.store.find(spec)
 
 
 def check_agent_name(name: str) -> None:
-    """Refuse a name that is not letters, digits, dots, dashes and underscores.
-
-    Raises:
-        InvalidNameError: if it is not a valid name.
-    """
+    """Raise an [`InvalidNameError`] if a name is not letters, digits, dots, dashes and underscores."""
     check_name(name, "agent")
+
+
+def _cure(path: Path, version: str) -> str:
+    """What to do about a damaged version, which is at `path` in its registry."""
+    command = VersionStore(path.parents[1], "agent").command("quarantine", version)
+    return f"put it out of the way ({command}) and register it again from its checkpoint"
+
+
+def _read_manifest(path: Path, cure: str) -> Manifest:
+    """Read the manifest of a directory in the folder of its agent."""
+    file, name = path / MANIFEST, path.parent.name
+    try:
+        if path.exists() and not os.path.lexists(file):
+            raise CorruptedFileError(f"{file} is missing")
+        manifest = Manifest.from_dict(read_json(file), str(file))
+        if manifest.agent != name or manifest.kind not in ("full", "lora"):
+            raise CorruptedFileError(f"{file} is not the manifest of agent {name!r}")
+    except CorruptedFileError as error:
+        raise CorruptedFileError(f"{error}: {cure}") from error
+    return manifest
 
 
 def write_records(path: Path, records: Mapping[str, TensorRecord] | Mapping[str, LoraRecord]) -> None:

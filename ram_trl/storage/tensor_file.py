@@ -18,6 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from ..errors import CorruptedFileError, StorageError
+from .durable import unique_keys
 
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "digest_piece",
     "join_digests",
     "num_pieces",
+    "read_tensors",
     "tensor_bytes",
 ]
 
@@ -38,6 +40,7 @@ MAX_HEADER_BYTES = 100_000_000
 # Over 200,000 tensors. More only make a reader busy for minutes: a header is believed after it was parsed.
 _MAX_HEADER_VALUES = 1 << 21
 _MAX_DIMENSIONS = 64
+_MAX_NAME = 4096
 _MAX_SIZE = 1 << 48
 
 # Elements of a tensor that are digested on their own.
@@ -160,13 +163,17 @@ class TensorFile:
             offset += count
 
     def check_unchanged(self) -> None:
-        """Refuse a file that was written to since it was opened.
+        """Refuse a file that was written to since it was opened, or that another one has replaced.
 
         Raises:
-            CorruptedFileError: if its size or time of modification differ.
+            CorruptedFileError: if its size or time of modification differ, or another file has its name.
         """
         status = os.fstat(self._fd)
-        if (status.st_size, status.st_mtime_ns) != self._state:
+        try:
+            is_there = os.path.samestat(status, os.stat(self.path))
+        except OSError:
+            is_there = False
+        if not is_there or (status.st_size, status.st_mtime_ns) != self._state:
             raise CorruptedFileError(f"{self.path} was changed while it was being read: leave it alone and try again")
 
     def digest(self, name: str) -> str:
@@ -192,7 +199,7 @@ class TensorFile:
         if sum(text.count(mark) for mark in (b"{", b"[", b",")) > _MAX_HEADER_VALUES:
             raise CorruptedFileError(f"{self.path} has a damaged header: more entries than any model has tensors")
         try:
-            header = json.loads(text.decode(), object_pairs_hook=_unique_keys)
+            header = json.loads(text.decode(), object_pairs_hook=unique_keys)
             metadata = header.pop("__metadata__", {})
             if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
                 raise ValueError("its __metadata__ does not map names to strings")
@@ -231,6 +238,17 @@ def build_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str], *, pa
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a small file, by name.
+
+    Raises:
+        CorruptedFileError: if its header is not a valid one for a file of its size.
+        StorageError: if it cannot be read.
+    """
+    with TensorFile(path) as file:
+        return {name: file.read(name).view(info.shape) for name, info in file.tensors.items()}
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, row by row."""
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
@@ -251,16 +269,9 @@ def join_digests(pieces: Iterable[bytes]) -> str:
     return blake3(b"".join(pieces)).hexdigest()
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict:
-    keys = dict(pairs)
-    if len(keys) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return keys
-
-
 def _parse_entry(name: str, entry: dict) -> tuple[TensorInfo, tuple[int, int]]:
-    # a name with half of a surrogate pair could not be written again
-    name.encode()
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"a name has {len(name)} letters")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if type(shape) is not list or type(offsets) is not list or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has a shape or offsets that are not short lists")

@@ -7,12 +7,14 @@ versions, without locks. `v000002.removed` stands for a version that was there: 
 import contextlib
 import os
 import re
+import shlex
 import shutil
+import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..errors import AgentNotFoundError, CorruptedFileError, InvalidNameError, StorageError
+from ..errors import AgentNotFoundError, CorruptedFileError, StorageError
 from .durable import (
     STAGING_PREFIX,
     digest_file,
@@ -23,15 +25,22 @@ from .durable import (
     staging_dir,
     sync_dir,
 )
+from .labels import Labels
 from .manifest import FileRecord
+from .names import QUARANTINE, TRASH, VERSION, check_name, is_name, parse_spec, version_dir_name
 
 
-__all__ = ["MANIFEST", "VersionStore", "check_name", "discard", "file_records", "verify_file", "verify_files"]
+__all__ = [
+    "MANIFEST",
+    "VersionStore",
+    "discard",
+    "file_records",
+    "verify_file",
+    "verify_files",
+]
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_VERSION = re.compile(r"v([0-9]{6}|[1-9][0-9]{6,8})")
-_REMOVED = re.compile(rf"{_VERSION.pattern}\.removed")
+_REMOVED = re.compile(rf"{VERSION.pattern}\.removed")
 
 
 class VersionStore:
@@ -45,7 +54,7 @@ class VersionStore:
     """
 
     def __init__(self, path: Path, kind: str):
-        self.path, self._kind = path, kind
+        self.path, self.kind = path, kind
 
     def exists(self) -> bool:
         return self.path.is_dir()
@@ -56,32 +65,44 @@ class VersionStore:
             return []
         with explain_os_errors(f"reading {self.path}"):
             folders = sorted(entry.name for entry in os.scandir(self.path) if entry.is_dir())
-        return [name for name in folders if _NAME.fullmatch(name) and self.versions(name)]
+        return [name for name in folders if is_name(name) and self.versions(name)]
 
     def versions(self, name: str) -> list[int]:
         """Numbers of the versions of a name, ascending; empty if there is none."""
-        return sorted(self._numbers(name, _VERSION))
+        return sorted(self._numbers(name, VERSION))
 
     def find(self, spec: str) -> tuple[str, list[int]]:
-        """Name and versions that a spec means: `"math"`, all that there are, or `"math@v2"`.
+        """Name and versions that a spec means: `"math"`, all that there are, `"math@v2"`, or `"math@best"`, an alias.
 
         Raises:
-            AgentNotFoundError: if there is no such name or version.
+            AgentNotFoundError: if there is no such name or version; if it is out of sight, it says where.
+            CorruptedFileError: if the alias is damaged.
             InvalidNameError: if it is not a name.
         """
-        name, number = self._parse(spec)
-        known = self.names()
-        if name not in known:
-            where = f"{self.path.parent}; it holds: {', '.join(known) or 'none'}"
-            raise AgentNotFoundError(f"no {self._kind} {name!r} in {where}")
+        name, version = parse_spec(spec, self.kind)
         versions = self.versions(name)
+        if not versions:
+            where = f"{self.path.parent}; it holds: {', '.join(self.names()) or 'none'}"
+            raise AgentNotFoundError(f"no {self.kind} {name!r} in {where}{self._hidden(name)}")
+        number = self._alias(name, version) if isinstance(version, str) else version
         if number is not None and number not in versions:
+            alias = f"{spec} means v{number}: " if isinstance(version, str) else ""
             listed = ", ".join(f"v{version}" for version in versions)
-            raise AgentNotFoundError(f"{self._kind} {name!r} has no version v{number}; it has: {listed}")
+            raise AgentNotFoundError(
+                f"{alias}{self.kind} {name!r} has no version v{number}; it has: {listed}{self._hidden(name, number)}"
+            )
         return name, versions if number is None else [number]
 
     def version_dir(self, name: str, number: int) -> Path:
-        return self.path / name / f"v{number:06d}"
+        return self.path / name / version_dir_name(number)
+
+    def labels(self, name: str) -> Labels:
+        """Aliases and tags of a name's versions."""
+        return Labels(self.path / name, self.versions(name))
+
+    def hidden(self, place: str) -> "VersionStore":
+        """The versions that are in the trash or in quarantine: `TRASH` or `QUARANTINE`."""
+        return VersionStore(self.path.parent / place / self.path.name, self.kind)
 
     def check_writable(self) -> None:
         """Create the folder if need be and try to write in it."""
@@ -92,7 +113,7 @@ class VersionStore:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Path]:
         """A directory to write a new version in. Nothing of it is visible until [`commit`]; it is removed on exit."""
-        check_name(name, self._kind)
+        check_name(name, self.kind)
         with needed_dirs(self.path / name), staging_dir(self.path / name) as staged:
             yield staged
 
@@ -102,34 +123,55 @@ class VersionStore:
         Returns:
             `int`: the number that it got.
         """
-        while True:
-            number = 1 + max([above, *self.versions(name), *self._numbers(name, _REMOVED)])
-            try:
-                publish(staged, self.version_dir(name, number))
-            except FileExistsError:
-                # another process took this number
-                continue
-            return number
+        while not self.take(name, staged, number := self.free_number(name, above)):
+            pass
+        return number
 
-    def remove(self, name: str, number: int) -> None:
-        """Remove a version, a damaged one too. Its number is not used again."""
+    def free_number(self, name: str, above: int = 0, wanted: int | None = None) -> int:
+        """`wanted` if no version of the name ever had it, else the next number that is free, above `above`."""
+        used = {*self.versions(name), *self._numbers(name, _REMOVED)}
+        return wanted if wanted is not None and wanted not in used else 1 + max([above, *used])
+
+    def take(self, name: str, staged: Path, number: int) -> bool:
+        """Make a staged directory durable and that version of its name, unless another process took the number."""
+        try:
+            publish(staged, self.version_dir(name, number))
+        except FileExistsError:
+            return False
+        return True
+
+    def mark_used(self, name: str, number: int) -> None:
+        """Leave a mark that this number was used, durably: it is not used again."""
         path = self.version_dir(name, number)
         path.with_name(f"{path.name}.removed").touch()
-        discard(path)
+        sync_dir(path.parent)
 
-    def _parse(self, spec: str) -> tuple[str, int | None]:
-        if not isinstance(spec, str):
-            raise InvalidNameError(f"{spec!r} is not a name: write it like math or math@v2")
-        name, separator, version = spec.partition("@")
-        check_name(name, self._kind)
-        if not separator:
-            return name, None
-        if not re.fullmatch(r"v[1-9][0-9]{0,8}", version):
-            raise InvalidNameError(f"{spec!r} does not name a version: write it like {name}@v2")
-        return name, int(version[1:])
+    def was_used(self, name: str, number: int) -> bool:
+        """Whether a version was there that went away."""
+        return number in self._numbers(name, _REMOVED)
+
+    def command(self, name: str, spec: str) -> str:
+        """Command line that does something to a version, for messages: `"ram-trl recover ..."`."""
+        return f"ram-trl {name} --registry {shlex.quote(str(self.path.parent))} --{self.kind} {spec}"
+
+    def _alias(self, name: str, alias: str) -> int:
+        labels = self.labels(name)
+        if (number := labels.read_alias(alias)) is None:
+            listed = ", ".join(labels.aliases()) or "none"
+            raise AgentNotFoundError(f"{self.kind} {name!r} has no alias {alias!r}; it has: {listed}")
+        return number
+
+    def _hidden(self, name: str, number: int | None = None) -> str:
+        """Where versions are that are out of sight, for messages."""
+        for place in (TRASH, QUARANTINE):
+            numbers = self.hidden(place).versions(name)
+            if number in numbers or (number is None and numbers):
+                spec = f"{name}@v{numbers[-1] if number is None else number}"
+                return f"; {spec} is in the {place}: {self.command('recover', spec)}"
+        return ""
 
     def _numbers(self, name: str, pattern: re.Pattern) -> list[int]:
-        check_name(name, self._kind)
+        check_name(name, self.kind)
         try:
             entries = os.listdir(self.path / name)
         except FileNotFoundError:
@@ -150,20 +192,6 @@ def discard(path: Path) -> None:
         hidden.unlink()
 
 
-def check_name(name: str, kind: str) -> None:
-    """Refuse a name that is not letters, digits, dots, dashes and underscores.
-
-    Raises:
-        InvalidNameError: if it is not a valid name.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        article = "an" if kind[0] in "aeiou" else "a"
-        raise InvalidNameError(
-            f"{name!r} is not a name for {article} {kind}: use up to 96 letters, digits, '.', '_' and '-', "
-            "beginning with a letter or digit"
-        )
-
-
 def file_records(staged: Path) -> dict[str, FileRecord]:
     """Sizes and digests of the files of a directory; the manifest itself is still to be written."""
     return {
@@ -173,7 +201,13 @@ def file_records(staged: Path) -> dict[str, FileRecord]:
     }
 
 
-def verify_files(path: Path, records: dict[str, FileRecord], what: str, cure: str) -> None:
+def verify_files(
+    path: Path,
+    records: dict[str, FileRecord],
+    what: str,
+    cure: str,
+    advance: Callable[[int], None] | None = None,
+) -> None:
     """Compare every file of a version with its recorded size and digest.
 
     Args:
@@ -185,25 +219,46 @@ def verify_files(path: Path, records: dict[str, FileRecord], what: str, cure: st
             The version, for messages: `"agent math@v2"`.
         cure (`str`):
             What to do about damage.
+        advance (`Callable`, *optional*):
+            Told how many bytes were read.
 
     Raises:
-        CorruptedFileError: if a file is missing, changed, or not recorded.
+        CorruptedFileError: if a file is missing, changed, not recorded, or no regular file.
     """
     with explain_os_errors(f"reading {path}"):
         # a walk over a directory that is gone finds nothing, and says nothing
         path.stat()
         found = {str(file.relative_to(path)) for file in path.rglob("*")} - {MANIFEST}
+        # it is read wherever it is, but what is elsewhere is not part of the version
+        is_own = stat.S_ISREG((path / MANIFEST).lstat().st_mode)
+    if not is_own:
+        raise CorruptedFileError(f"{what}: {path / MANIFEST} is not a file of its own: {cure}")
     expected = {str(parent) for name in records for parent in Path(name).parents} - {"."} | set(records)
     for name in sorted(found ^ expected):
         state = "has an unrecorded file" if name in found else "lacks its file"
         raise CorruptedFileError(f"{what} {state} {name}: {cure}")
     for name in records:
-        verify_file(path, name, records, what, cure)
+        verify_file(path, name, records, what, cure, advance)
 
 
-def verify_file(path: Path, name: str, records: dict[str, FileRecord], what: str, cure: str) -> None:
+def verify_file(
+    path: Path,
+    name: str,
+    records: dict[str, FileRecord],
+    what: str,
+    cure: str,
+    advance: Callable[[int], None] | None = None,
+) -> None:
     """Compare one file; arguments as [`verify_files`]."""
-    record = records.get(name)
-    with explain_os_errors(f"reading {path / name}"):
-        if record is None or (path / name).stat().st_size != record.size or digest_file(path / name) != record.blake3:
-            raise CorruptedFileError(f"{what}: {path / name} is not the file that was registered: {cure}")
+    record, file = records.get(name), path / name
+    with explain_os_errors(f"reading {file}"):
+        # what is recorded is a file, and no link to one elsewhere, which could change
+        found = file.lstat()
+        is_file = stat.S_ISREG(found.st_mode)
+        if (
+            record is None
+            or not is_file
+            or found.st_size != record.size
+            or digest_file(file, advance) != record.blake3
+        ):
+            raise CorruptedFileError(f"{what}: {file} is not the file that was registered: {cure}")

@@ -1,0 +1,1 @@
+"""Keeping a registry for years: verify, gc, archives, search, lineage."""
