@@ -26,9 +26,9 @@ from training import BF16, OPTIONS, ROLLOUTS, AtStep, grpo, train
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 from trl import GRPOConfig
 
-from ram_trl import AgentRegistry, RAMRegistryCallback, callbacks
+from ram_trl import AgentRegistry, RAMRegistryCallback
 from ram_trl.distributed import World
-from ram_trl.registering import live_model
+from ram_trl.registering import live, live_model
 from ram_trl.registering.snapshot import FullSnapshot
 
 
@@ -91,8 +91,8 @@ def faults(folder: Path, base: str, moe: str) -> dict[str, Any]:
         os.chdir("/" if RANK == rank else Path(base).parent)
         outcomes[f"begin on {rank}"] = trained(folder, base, "begin", base_model=Path(base).name)
     for rank in (0, 1):
-        for name, strict in (("provenance", False), ("strict", True)):
-            with broken(callbacks, "provenance", unforeseen, rank):
+        for name, strict in (("names", False), ("strict", True)):
+            with broken(live, "unconverted_names", unforeseen, rank):
                 outcomes[f"{name} on {rank}"] = trained(folder, base, name, strict=strict)
     for name, fault in {
         "gathering on 0": broken(FullSnapshot, "add", unforeseen, 0, call=3),

@@ -222,14 +222,14 @@ def test_the_printed_command_names_the_revision_that_training_started_from(hub, 
     assert "--base_model toys/base --revision before " in printed_command(caplog.text)
 
 
-def test_where_an_agent_comes_from_is_recorded_without_paths(autocast_run):
-    callback, _, path = autocast_run
+def test_where_an_agent_comes_from_is_recorded(autocast_run):
+    callback, _, _ = autocast_run
     training = callback.registered.manifest.training
     assert (training["arguments"], training["step"], training["max_steps"]) == ("GRPOConfig", 2, 2)
     assert (training["learning_rate"], training["mixed_precision"], training["num_processes"]) == (1e-4, "bf16", 1)
     assert 0 < training["metrics"]["reward"] < 1
     assert training["versions"]["torch"] == torch.__version__
-    assert str(path) not in json.dumps(training)
+    json.dumps(training, allow_nan=False)
 
 
 # LoRA

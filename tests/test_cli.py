@@ -124,10 +124,11 @@ def test_restore_writes_the_version_that_was_named(zoo, registry, cli, tmp_path)
 
 def test_remove_takes_one_version_or_all(registry, cli):
     code, out, err = cli("remove", "--registry", registry, "--agent", "math@v2")
-    assert (code, out, err) == (0, "math@v2 removed\n", "")
+    brought_back = "into the trash: ram-trl recover brings it back, ram-trl gc empties the trash"
+    assert (code, out, err) == (0, f"math@v2 removed, {brought_back}\n", "")
     assert AgentRegistry(registry).versions("math") == [1]
     code, out, _ = cli("remove", "--registry", registry, "--agent", "tool")
-    assert out == "tool@v1 removed\n"
+    assert out == f"tool@v1 removed, {brought_back}\n"
     assert AgentRegistry(registry).names() == ["math"]
     assert cli("show", "--registry", registry, "--agent", "tool")[0] == 2
 
@@ -252,8 +253,9 @@ def test_generalists_are_listed_with_their_parents_and_verdicts_and_promoted(reg
     assert (code, out, err) == (0, f"generalist@v2 is the latest of generalist, in {path}\n", "")
     remove = ("remove", "--registry", registry)
     assert "error: generalist@v2 is the latest" in cli(*remove, "--generalist", "generalist@v2")[2]
-    assert cli(*remove, "--generalist", "generalist@v1")[:2] == (0, "generalist@v1 removed\n")
-    assert "error: name what to remove" in cli(*remove)[2]
+    code, out, _ = cli(*remove, "--generalist", "generalist@v1")
+    assert code == 0 and out.startswith("generalist@v1 removed")
+    assert "error: name what it is about: --agent or --generalist" in cli(*remove)[2]
     assert "is not a registry" in cli("generalists", "--registry", registry / "typo")[2]
     [second] = json.loads(cli("generalists", "--registry", registry, "--json")[1])
     assert second["latest"] and [parent["agent"] for parent in second["parents"]] == ["math"]

@@ -340,7 +340,7 @@ def test_a_base_that_one_rank_lacks_stops_all_ranks_before_the_first_step(faults
 
 @pytest.mark.parametrize(
     "case",
-    ["provenance on 0", "provenance on 1", "gathering on 0", "commit on 0", "sharded on 0", "sharded on 1"],
+    ["names on 0", "names on 1", "gathering on 0", "commit on 0", "sharded on 0", "sharded on 1"],
 )
 def test_a_fault_of_one_rank_is_known_to_all_and_costs_none_the_run(faults, case):
     steps = None if "sharded" in case else 2
@@ -367,15 +367,15 @@ def test_after_faults_of_one_rank_the_models_are_saved_and_the_next_runs_are_reg
     assert seen(faults, "sharded", "registered") == ["sharded@v1", None]
     assert AgentRegistry(folder / "registry").names() == ["clean", "sharded"]
     assert not list((folder / "registry").rglob(".tmp-*"))
-    for name in ("provenance", "strict", "gathering", "commit"):
+    for name in ("names", "strict", "gathering", "commit"):
         assert read_model(folder / f"saved-{name}")
 
 
 def test_a_fault_of_one_rank_is_logged_with_its_traceback_there_and_with_the_command_on_the_main_rank(faults):
     _, folder = faults
     main, other = ((folder / f"log-{rank}").read_text() for rank in (0, 1))
-    assert "agent 'provenance' was NOT registered: ZeroDivisionError: unforeseen (rank 1)" in main
-    assert "agent 'provenance' was NOT registered: ZeroDivisionError('unforeseen')\n" in other
+    assert "agent 'names' was NOT registered: ZeroDivisionError: unforeseen (rank 1)" in main
+    assert "agent 'names' was NOT registered: ZeroDivisionError('unforeseen')\n" in other
     assert "Traceback" in other
 
 

@@ -22,6 +22,7 @@ from ram_trl.arithmetic.ram import TileUpdate
 from ram_trl.distributed import SINGLE
 from ram_trl.errors import ConfigError, CorruptedFileError, NonFiniteError
 from ram_trl.evaluating.fisher import IGNORED, estimate_fisher, read_examples
+from ram_trl.lifecycle.gc import collect_garbage
 from ram_trl.merging.plan import MergeSettings, plan_merge
 from ram_trl.storage.fisher import FisherManifest, FisherStore
 
@@ -148,11 +149,13 @@ def test_an_agent_without_fisher_information_is_refused_with_the_command(zoo, fo
 def test_an_agents_fisher_information_is_removed_with_it(folder, tmp_path):
     registry = AgentRegistry(shutil.copytree(folder / "registry", tmp_path / "registry"))
     assert registry.remove("full@v1") == ["full@v1"]
+    collect_garbage(registry)
     assert [str(file.relative_to(registry.path)) for file in registry.path.rglob("*.safetensors")] == [
         "agents/lora/v000001/adapter_model.safetensors",
         "fisher/lora/v000001/fisher.safetensors",
     ]
     registry.remove("lora")
+    collect_garbage(registry)
     assert not list(registry.path.rglob("*.safetensors"))
 
 

@@ -22,6 +22,7 @@ from ram_trl.errors import (
     StorageError,
     UnsupportedModelError,
 )
+from ram_trl.lifecycle.gc import collect_garbage
 from ram_trl.storage.manifest import FORMAT_VERSION, BaseRecord, LoraRecord, Manifest, SnapshotRecord, TensorRecord
 from ram_trl.storage.registry import ADAPTER_MAP, DELTA, TENSORS, AgentRegistry, check_agent_name, write_records
 
@@ -364,6 +365,8 @@ def test_removing_frees_the_files_and_leaves_other_agents(registry):
     assert registry.names() == ["code"]
     left = [path for path in (registry.path / "agents" / "math").rglob("*") if path.is_file() and path.stat().st_size]
     assert left == []
+    collect_garbage(registry)
+    assert not list((registry.path / "trash").rglob("v*"))
     registry.get("code").verify()
 
 

@@ -108,6 +108,7 @@ MISTAKES = {
     "no such dataset": (["--dataset_name", "nobody/nothing"], "dataset_name='nobody/nothing' cannot be loaded: "),
     "agent": (["--agent", "../math"], "'../math' is not a name for an agent"),
     "base": (["--registry_base_model", "/no/base"], "/no/base is neither a directory nor a Hub id"),
+    "provenance": (["--provenance", "none"], "provenance='none' is not one of full, minimal"),
     "generalist": (["--merge_to", "a/b"], "'a/b' is not a name for a generalist"),
     "no generalist": (["--merge_config", "merge.yaml"], "--merge_config is for --merge_to: name a generalist"),
     "no merge file": (["--merge_to", "all", "--merge_config", "none.yaml"], "cannot read none.yaml"),
@@ -158,8 +159,10 @@ def test_what_is_registered_is_merged_as_a_file_says(folder, run_recipe):
     gate = "def accepts(candidate, report):\n    return report['r'] == 0.2 or 'another r'\n"
     (folder / "my_gates.py").write_text(gate)
     (folder / "merge.yaml").write_text("preset: official\nagents: [math]\ngate: my_gates:accepts\n")
-    code, printed = run_recipe("--merge_to", "generalist", "--merge_config", "merge.yaml")
+    code, printed = run_recipe("--merge_to", "generalist", "--merge_config", "merge.yaml", "--provenance", "minimal")
     assert code == 0, printed
+    training = AgentRegistry(folder / "registry").get("math").manifest.training
+    assert (training["provenance"], "config" in training) == ("minimal", False)
     generalist = AgentRegistry(folder / "registry").generalists.get("generalist")
     assert generalist.parents == ["math@v1"]
     assert (generalist.manifest.settings["r"], generalist.manifest.settings["alpha"]) == (0.2, 1.0)
