@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from ram_trl import AgentRegistry, merge_agents
 from ram_trl.distributed import World, current_world
 from ram_trl.errors import AgentNotFoundError, StorageError
+from ram_trl.merging import merge as merging
 from ram_trl.registering import live_adapter, live_model
 from ram_trl.registering.live import LiveRegistration
 from ram_trl.sharded import stream_parameter
@@ -111,6 +112,30 @@ def streams(folder: Path) -> dict[str, Any]:
     outcomes["one fails"] = outcome(one_fails)
     outcomes["still in step"] = outcome(lambda: pieces_of(*cases["even"]))
     return outcomes
+
+
+def moving(folder: Path) -> dict[str, Any]:
+    """Ranks that find different versions of an agent: one registry each, and once alone at the first look."""
+    dist.init_process_group("gloo")
+    world = World(dist.get_rank(), dist.get_world_size())
+    looks, plan_merge = [], merging.plan_merge
+
+    def late(registry: AgentRegistry, agents: list[str], *arguments: Any) -> Any:
+        looks.append(agents)
+        is_late = world.rank == 1 and len(looks) == 1
+        return plan_merge(registry, ["math@v1"] if is_late else agents, *arguments)
+
+    def merge_late() -> list[int]:
+        with mock.patch.object(merging, "plan_merge", late):
+            report = merge_agents(str(folder / "registry-0"), str(folder / "late"), agents=["math"], world=world)
+        return [row["version"] for row in report["agents"]]
+
+    own, output = str(folder / f"registry-{world.rank}"), str(folder / "apart")
+    return {
+        "apart": outcome(lambda: merge_agents(own, output, agents=["math"], world=world)),
+        "late": outcome(merge_late),
+        "looks": len(looks),
+    }
 
 
 def own_group(folder: Path) -> dict[str, Any]:

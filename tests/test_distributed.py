@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from models import Zoo, read_model
 from training import assert_same_weights, restored_weights, run_shell
 
-from ram_trl import AgentRegistry, merge_agents
+from ram_trl import AgentRegistry, merge_agents, register_agent
 from ram_trl.arithmetic.methods import METHODS
 from ram_trl.distributed import all_cores
 
@@ -86,6 +87,23 @@ def test_an_error_on_one_rank_is_raised_on_all_within_seconds(collectives, case,
 
 def test_after_errors_the_ranks_are_still_in_step(collectives):
     assert seen(collectives, "still_in_step", "result") == [[0, 1]] * 2
+
+
+def test_ranks_that_find_different_versions_merge_nothing_or_look_again(zoo: Zoo, tmp_path):
+    base = zoo.base("llama")
+    for rank, seeds in enumerate(((1, 2), (3,))):
+        for seed in seeds:
+            register_agent(
+                str(tmp_path / f"registry-{rank}"), "math", str(zoo.agent(base, seed)), base_model=str(base)
+            )
+    ranks = run_ranks("moving", tmp_path)
+    assert seen(ranks, "apart", "error") == ["DistributedError"] * 2
+    for message in seen(ranks, "apart", "message"):
+        assert re.search(r"rank 0 finds math@v2 \(.*\) in the registry, rank 1 finds math@v1 \(", message)
+    assert not (tmp_path / "apart").exists()
+    # one look too early, and both have looked again
+    assert seen(ranks, "late", "result") == [[2], [2]]
+    assert [rank["looks"] for rank in ranks] == [2, 2]
 
 
 def test_the_ranks_of_a_run_have_one_group_of_their_own_that_waits_longer_than_the_runs_own(tmp_path):

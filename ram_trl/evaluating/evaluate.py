@@ -29,7 +29,7 @@ from .generation import TransformersGenerator, explain_out_of_memory
 from .perplexity import PerplexityEvaluation
 from .report import build_evaluation, markdown_evaluation
 from .reward import RewardEvaluation
-from .rows import Row, check_names, make_merge_rows, make_rows
+from .rows import Row, check_names, find_agents, make_merge_rows, make_rows
 from .store import Evaluation, Store, digest_model_files, write_text
 from .tasks import PerplexityTask, RewardTask, Task
 from .vllm_generation import vllm_generator
@@ -138,16 +138,18 @@ class Evaluator:
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._evaluations: list[Evaluation] = []
         self._merges: dict[str, Row] = {}
-        # on rank 0: what was measured by row and task, and what could not be made
         self._results: dict[str, dict[str, dict[str, Any]]] = {}
         self._failed: dict[str, str] = {}
         # on every rank: rows that need nothing more, and whether the files show them all
         self._done: set[str] = set()
         self._is_shown = False
 
+        # on all ranks the versions that rank 0 finds
+        found = world.run_on_main(lambda: [str(agent) for agent in find_agents(self._registry, agents)])
+
         def look_up() -> None:
             check_options(self._tasks, dtype, device_map, batch_size, backend, world)
-            self._rows, self._base = make_rows(self._registry, agents, merged, base_model)
+            self._rows, self._base = make_rows(self._registry, found, merged, base_model)
             check_owners(self._tasks, self._rows)
             how = {"dtype": dtype, "backend": backend, "batch_size": batch_size}
             self._settings = {"base_model": self._base.name, "seed": seed, **how}

@@ -56,6 +56,18 @@ class Row:
     dtype: torch.dtype | None = None
 
 
+def find_agents(registry: AgentRegistry, agents: Sequence[str] | None) -> list[RegisteredAgent]:
+    """The agents that are to be evaluated; by default the latest version of every one.
+
+    Raises:
+        RamTrlError: if there is none, or not one of that name.
+    """
+    chosen = list(registry) if agents is None else [registry.get(spec) for spec in agents]
+    if not chosen:
+        raise ConfigError(f"no agent to evaluate: {registry.path} holds none")
+    return chosen
+
+
 def make_rows(
     registry: AgentRegistry, agents: Sequence[str] | None, directories: Sequence[str], base_model: str | None
 ) -> tuple[list[Row], Checkpoint]:
@@ -77,9 +89,7 @@ def make_rows(
     Raises:
         RamTrlError: naming what cannot be evaluated.
     """
-    chosen = list(registry) if agents is None else [registry.get(spec) for spec in agents]
-    if not chosen:
-        raise ConfigError(f"no agent to evaluate: {registry.path} holds none")
+    chosen = find_agents(registry, agents)
     check_same_base(chosen)
     base, first = open_recorded_base(chosen[0], base_model), chosen[0]
     identity = {"base": first.manifest.base_model.digest}

@@ -28,7 +28,7 @@ from ..storage.registry import AgentRegistry
 from ..version import __version__
 from .gate import Gate, gate_name, judge
 from .merge import run_merge
-from .plan import MergePlan, MergeSettings, plan_merge
+from .plan import MergePlan, MergeSettings, plan_merge, plan_together
 
 
 __all__ = ["Integration", "integrate_agents"]
@@ -93,7 +93,7 @@ def integrate_agents(
         registry.generalists.check_writable(generalist)
         return plan
 
-    plan = world.run(make_plan)
+    plan = plan_together(make_plan, world)
     made: list[Generalist] = []
 
     @contextlib.contextmanager

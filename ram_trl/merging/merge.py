@@ -27,7 +27,7 @@ from ..storage.tensor_file import TensorFile
 from ..threads import in_threads
 from .model_card import model_card
 from .passes import merge_tensors, probe_tensors
-from .plan import MergePlan, MergeSettings, plan_merge
+from .plan import MergePlan, MergeSettings, plan_merge, plan_together
 from .report import build_report
 from .thresholds import PASSES, find_thresholds
 
@@ -126,7 +126,7 @@ def merge_agents(
             registry.check_outside(Path(output_dir))
         return plan_merge(registry, agents, settings, base_model)
 
-    plan = world.run(make_plan)
+    plan = plan_together(make_plan, world)
     if output_dir is None:
         with contextlib.closing(plan):
             return _probe(plan, world, progress)[0]

@@ -1,8 +1,9 @@
 """The plan of a merge, made from headers and records alone. Whatever can be refused is refused here."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -13,7 +14,8 @@ from ..arithmetic.methods import METHODS
 from ..arithmetic.methods.matrices import is_linear_layer
 from ..arithmetic.methods.method import fill_options
 from ..arithmetic.tile import ENGINES
-from ..errors import ConfigError, CorruptedFileError
+from ..distributed import World
+from ..errors import ConfigError, CorruptedFileError, DistributedError
 from ..storage.base_model import check_records, check_same_base, open_recorded_base
 from ..storage.checkpoint import Checkpoint
 from ..storage.fisher import FisherStore, StoredFisher
@@ -23,11 +25,13 @@ from ..storage.tensor_file import TensorFile, TensorInfo
 from ..task_vector import TaskVector, open_task_vector
 
 
-__all__ = ["ROUNDINGS", "MergePlan", "MergeSettings", "plan_merge"]
+__all__ = ["ROUNDINGS", "MergePlan", "MergeSettings", "plan_merge", "plan_together"]
 
 ROUNDINGS = ("nearest", "stochastic")
 # Beyond it float32 arithmetic would lose what it merges; no use is known.
 _LARGEST = 1e6
+# How often ranks look again that saw different versions, and seconds in between: shared file systems are late by some.
+_LOOKS, _PAUSE = 5, 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +168,34 @@ class MergePlan:
     def close(self) -> None:
         for source in (*self.vectors, *self.fishers):
             source.close()
+
+    def versions(self) -> list[str]:
+        """What is merged, to the byte: agents and Fisher information with the digests of their records."""
+        fishers = [str(asdict(stored.manifest)) for stored in self.recorded[len(self.agents) :]]
+        return [*(f"{agent} ({agent.digest})" for agent in self.agents), *fishers]
+
+
+def plan_together(make_plan: Callable[[], MergePlan], world: World) -> MergePlan:
+    """Plan on every rank, each from what it finds on disk, until all of them have found the same versions.
+
+    A name means another version as soon as a run registers one or an alias moves, and ranks do not look at one moment.
+
+    Raises:
+        DistributedError: if they do not find the same.
+    """
+    for _ in range(_LOOKS):
+        plan = world.run(make_plan)
+        found = world.gather(plan.versions())
+        if all(versions == found[0] for versions in found):
+            return plan
+        plan.close()
+        time.sleep(_PAUSE)
+    rank, other = next((rank, versions) for rank, versions in enumerate(found) if versions != found[0])
+    one, another = (", ".join(versions) for versions in (found[0], other))
+    raise DistributedError(
+        f"rank 0 finds {one} in the registry, rank {rank} finds {another}: give all ranks one registry, and name "
+        "versions"
+    )
 
 
 def plan_merge(
