@@ -9,6 +9,7 @@ import functools
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -172,18 +173,51 @@ def start_world(cpu: bool = False) -> World:
         )
     rank = _launched("RANK", 0)
     try:
-        if rank > 0:
-            _await_main(os.environ["MASTER_ADDR"], _launched("MASTER_PORT", 0))
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
-        # Left to the interpreter's end, gloo's threads can abort the process.
-        atexit.register(dist.destroy_process_group)
-        group = _own_group(dist.group.WORLD, JOIN_SECONDS)
+        group = _within(JOIN_SECONDS, lambda: _join(rank, size))
     except (RuntimeError, ValueError, OSError) as error:
         raise DistributedError(
             f"WORLD_SIZE is {size}, but that many processes did not come together within {JOIN_SECONDS} seconds: "
             "start all of them with torchrun or accelerate launch, or unset WORLD_SIZE"
         ) from error
     return World(rank, size, _device(_launched("LOCAL_RANK", rank), cpu), group)
+
+
+def _join(rank: int, size: int) -> Any:
+    """Meet the other processes; the group that they talk through."""
+    if rank > 0:
+        _await_main(os.environ["MASTER_ADDR"], _launched("MASTER_PORT", 0))
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=JOIN_SECONDS))
+    # Left to the interpreter's end, gloo's threads can abort the process.
+    atexit.register(dist.destroy_process_group)
+    return _own_group(dist.group.WORLD, JOIN_SECONDS)
+
+
+def _within(seconds: float, action: Callable[[], T]) -> T:
+    """What an action gives, unless it takes too long; then it is left to itself.
+
+    torch's timeouts are for a step each, and for the answer of a first process that took the connection and died, or
+    whose machine is gone, it has none.
+
+    Raises:
+        TimeoutError: if it takes too long.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    for error in errors:
+        raise error
+    if not results:
+        raise TimeoutError(f"no end after {seconds} seconds")
+    return results[0]
 
 
 def _await_main(address: str, port: int) -> None:

@@ -1,6 +1,7 @@
 """Agents as single files: the same bytes everywhere, what ordinary tools read, and nothing that is not one."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -138,6 +139,22 @@ def test_a_file_that_is_there_is_not_written_over(source, tmp_path):
     assert (tmp_path / "math.tar").read_text() == "mine"
     with pytest.raises(ConfigError, match="inside the registry"):
         export_agent(source, "math", source.path / "math.tar")
+
+
+def test_a_file_that_came_meanwhile_is_not_written_over(source, tmp_path):
+    output = tmp_path / "math.tar"
+    with pytest.raises(OutputExistsError, match="choose another --output"):
+        export_agent(source, "math", output, lambda *step: output.write_text("mine"))
+    assert content(tmp_path) == {"math.tar": b"mine"}
+
+
+def test_a_file_system_without_links_gets_archives_too(source, archives, tmp_path, monkeypatch):
+    def link(*paths):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    export_agent(source, "math", tmp_path / "math.tar")
+    assert content(tmp_path) == {"math.tar": archives["math"].read_bytes()}
 
 
 def test_a_damaged_agent_is_not_exported(archives, tmp_path):

@@ -201,6 +201,23 @@ def test_the_log_of_one_is_what_it_came_from_and_what_came_of_it(family, spec, e
     assert [event.version for event in lineage(family, spec)] == expected
 
 
+@pytest.mark.parametrize("name", ["/{}", "/{}/generalists/family/v000001"])
+def test_a_base_that_cannot_be_looked_at_is_in_nobodys_way(family, tmp_path, name):
+    # what the file system refuses to look at: here by its length, elsewhere by the owner of a folder
+    copy = AgentRegistry(shutil.copytree(family.path, tmp_path / "registry"))
+    file = copy.get("math").path
+    base = json.loads((file / "manifest.json").read_text())["base_model"]
+    dated(file, base_model={**base, "name": name.format("x" * 300)})
+    assert "math@v1" in [event.version for event in lineage(copy)]
+
+
+def test_an_origin_that_names_no_version_is_left_out(family, tmp_path):
+    copy = AgentRegistry(shutil.copytree(family.path, tmp_path / "registry"))
+    for origin in ("code", "code@best"):
+        dated(copy.get("math").path, training={"rebased_from": origin})
+        assert [event.parents for event in lineage(copy) if event.version == "math@v1"] == [[]]
+
+
 def test_the_log_of_what_is_not_there_is_refused(family, tmp_path):
     for spec in ("nobody", "math@v9"):
         with pytest.raises(AgentNotFoundError, match=f"no agent and no generalist '{spec}'"):

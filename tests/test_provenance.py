@@ -205,6 +205,11 @@ def test_a_checkpoint_tells_the_steps_and_numbers_of_its_run(zoo: Zoo, tmp_path,
     assert full["metrics"]["rewards/reward/mean"] > 0
     minimal = registered(checkpoint, provenance="minimal")
     assert (minimal["step"], "model" in minimal, "rewards/reward/mean" in minimal["metrics"]) == (1, False, False)
+    # the log of a long run holds more than any record of a model
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    entries = [{f"reward_{number}": number / 7 for number in range(40)} | {"step": 1}] * 30_000
+    (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "log_history": entries}))
+    assert registered(checkpoint)["metrics"]["reward_39"] == 39 / 7
     # of a copy under another name nobody knows which step it is of
     assert registered(copy_model(checkpoint, tmp_path / "renamed")) == {
         "provenance": "full",

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from ram_trl.errors import (
     AgentNotFoundError,
+    ConfigError,
     CorruptedFileError,
     InvalidNameError,
     RamTrlError,
@@ -456,6 +457,32 @@ def test_manifest_that_was_changed_by_hand_is_refused(registry, change):
         registry.get("math")
 
 
+@pytest.mark.parametrize(
+    "training",
+    [
+        {2: "a", 10: "b"},
+        {1: "a", "1": "b"},
+        {"\ud800": 1},
+        {("a", "b"): 1},
+        {"options": {1, 2}},
+        {"loss": float("nan")},
+        {"step": 10**400},
+        {"step": 10**5000},
+        {"log": "x" * 16_000_000},
+    ],
+    ids=range(9),
+)
+def test_what_could_not_be_read_again_is_not_committed(registry, training):
+    register(registry)
+    before = tree(registry.path)
+    manifest = make_manifest()
+    manifest.training = training
+    with pytest.raises(ConfigError, match="could not be read again"), registry.stage("math") as staged:
+        fill(staged)
+        registry.commit(staged, manifest)
+    assert tree(registry.path) == before
+
+
 def test_newer_format_is_refused_with_the_cure(registry):
     agent = register(registry)
     # whatever else the newer format changed
@@ -486,8 +513,12 @@ def test_manifest_that_lacks_a_field_is_refused(registry, field):
         {"snapshot": {"dtype": "bfloat16", "novelty": 1}},
         {"snapshot": {}},
         {"snapshot": None},
+        {"snapshot": {**make_manifest().to_dict()["snapshot"], "changed": 1 << 63}},
+        {"training": {"metrics": [10**400]}},
+        {"training": {"metrics": {"loss": float("nan")}}},
         {"files": None},
         {"files": []},
+        {"files": {"a": {"size": 1 << 63, "blake3": "0"}}},
         {"files": {"a": None}},
         {"files": {"a": {"size": 1}}},
         {"files": {"a": {"size": 1, "blake3": "0", "novelty": 1}}},
@@ -632,7 +663,12 @@ def test_every_file_and_folder_is_flushed_before_the_version_appears(registry, m
     assert max(map(calls.index, files)) < calls.index(str(staged))
     assert calls[appeared + 1 :] == [str(agent.path.parent)]
     # the registry's own folders, which were new
-    assert {str(registry.path), str(registry.path.parent), str(registry.path / "agents")} <= set(calls[:appeared])
+    own = {str(registry.path), str(registry.path / "agents")}
+    assert {str(registry.path.parent), *own} <= set(calls[:appeared])
+    # and again where they were there: who made them may have been killed before they were on disk
+    calls.clear()
+    register(registry)
+    assert own <= set(calls[: calls.index("rename")])
 
 
 def test_kill_while_staging_leaves_nothing_visible(registry):

@@ -78,6 +78,25 @@ def test_a_number_that_was_ever_used_here_is_not_taken(registry, elsewhere):
     registry.get("math@v1").verify()
 
 
+@pytest.mark.parametrize("number", [1_000_001, 999_999_999])
+def test_a_number_far_ahead_is_not_kept_so_that_later_versions_have_theirs(registry, elsewhere, number):
+    assert str(admit(registry, elsewhere.get("math@v1"), number)) == "math@v1"
+    assert str(admit(registry, elsewhere.get("math@v2"), 1_000_001)) == "math@v1000001"
+    assert str(register(registry)) == "math@v1000002"
+
+
+def test_after_the_highest_number_there_is_none(registry, elsewhere):
+    register(registry, content=b"mine")
+    registry.store.mark_used("math", 999_999_999)
+    before = tree(registry.path)
+    for add in (lambda: register(registry), lambda: admit(registry, elsewhere.get("math@v1"))):
+        with pytest.raises(StorageError, match="'math' had v999999999, the highest number there is"):
+            add()
+    assert tree(registry.path) == before
+    # what has a number that is free has it
+    assert str(admit(registry, elsewhere.get("math@v2"))) == "math@v2"
+
+
 def test_what_is_there_already_is_found_whatever_its_number_and_nothing_is_written(registry, elsewhere):
     register(registry, content=b"mine")
     first = admit(registry, elsewhere.get("math@v1"))
@@ -234,7 +253,10 @@ def test_a_label_that_is_none_is_refused_and_touches_nothing(registry, label):
     assert tree(registry.path) == before
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 0}', '{"version": "1"}', '{"version": true}', "{}"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"version": 0}', '{"version": 1000000000}', '{"version": "1"}', '{"version": true}', "{}"],
+)
 def test_a_damaged_alias_is_refused_with_the_cure_and_can_be_set_again(registry, content):
     register(registry)
     registry.labels("math").set_alias("best", 1)
@@ -576,6 +598,21 @@ def test_generalists_go_and_come_back_as_they_were(registry):
     made[0].verify()
 
 
+def test_what_goes_while_it_is_verified_is_not_promoted(registry, monkeypatch):
+    agent = register(registry)
+    made = [make_generalist(registry, [agent]) for _ in range(2)]
+    verify = Generalist.verify
+
+    def verify_slowly(generalist, *arguments):
+        verify(generalist, *arguments)
+        registry.generalists.remove(str(generalist))
+
+    monkeypatch.setattr(Generalist, "verify", verify_slowly)
+    with pytest.raises(AgentNotFoundError, match="has no version v1"):
+        registry.generalists.promote("generalist@v1")
+    assert registry.generalists.get("generalist") == made[1]
+
+
 # Cleaning up
 
 
@@ -706,6 +743,40 @@ def test_links_lead_gc_nowhere(registry, tmp_path):
     (registry.path / ".tmp-link").symlink_to(outside)
     assert names_of(collect_garbage(registry, min_age=0), registry) == [".tmp-link"]
     assert tree(outside) == before
+
+
+@pytest.mark.parametrize(
+    "link", ["agents", "agents/math/aliases", "agents/math/tags", "trash", "trash/agents", "agents/math/.tmp-link"]
+)
+def test_gc_removes_nothing_behind_a_link(registry, tmp_path, link):
+    register(registry)
+    register(registry, content=b"other")
+    registry.labels("math").set_alias("best", 1)
+    registry.labels("math").add_tag(1, "paper")
+    registry.remove("math@v1")
+    for folder in (".", "math", "math/aliases", "aliases", "tags"):
+        (registry.path / "trash/agents" / folder / ".tmp-x").mkdir(parents=True)
+        (registry.path / "agents" / folder / ".tmp-x").mkdir(parents=True)
+    outside, path = tmp_path / "outside", registry.path / link
+    if path.exists():
+        path.rename(outside)
+    else:
+        outside.mkdir()
+        (outside / "file").write_bytes(bytes(5000))
+    path.symlink_to(outside)
+    before = tree(outside)
+    removed = collect_garbage(registry, min_age=0)
+    assert removed and tree(outside) == before
+    # of what a link leads to not even the size is looked at
+    assert all(one.bytes < 5000 for one in removed if one.path == path)
+
+
+def test_a_registry_behind_a_link_is_cleaned_up(registry, tmp_path):
+    register(registry)
+    (registry.path / ".tmp-x").mkdir()
+    (registry.path / "agents" / "math" / ".tmp-x").mkdir()
+    (tmp_path / "link").symlink_to(registry.path)
+    assert len(collect_garbage(AgentRegistry(tmp_path / "link"), min_age=0)) == 2
 
 
 def test_what_comes_back_while_gc_is_at_work_keeps_what_belongs_to_it(registry, monkeypatch):
@@ -869,6 +940,16 @@ def test_what_is_not_wrong_but_good_to_know_is_noted(registry):
     assert [verdict.what for verdict in verdicts.values() if verdict.problem] == []
 
 
+def test_a_registration_under_way_is_not_said_to_be_garbage(registry):
+    register(registry)
+    with registry.stage("math") as staged:
+        (staged / "weights").write_bytes(b"x")
+        assert list(verdicts_of(registry, everything=True)) == ["agent math@v1"]
+        os.utime(staged / "weights", (0, 0))
+        os.utime(staged, (0, 0))
+        assert verdicts_of(registry, everything=True)[str(staged)].notes == ("left behind: ram-trl gc removes it",)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root, to become somebody who may not write")
 def test_a_registry_that_may_only_be_read_is_read_and_verified(tmp_path):
     registry = AgentRegistry(tmp_path / "registry")
@@ -996,6 +1077,34 @@ def test_versions_are_removed_listed_recovered_and_cleaned_up(registry, cli):
     assert cli("recover", *where, "--agent", "math@v3")[0] == 0
     assert cli("remove", *where, "--generalist", "generalist")[0] == 0
     assert cli("recover", *where, "--generalist", "generalist")[1] == ["generalist@v1 is there again"]
+
+
+def test_only_damage_is_put_away_without_a_reason(registry, cli):
+    agent = register(registry)
+    edit(agent, format_version=99)
+    where = ("--registry", registry.path, "--agent", "math@v1")
+    code, out, err = cli("quarantine", *where)
+    assert (code, out) == (2, []) and "pip install --upgrade ram_trl" in err[0]
+    assert registry.versions("math") == [1]
+    agent = register(registry)
+    (agent.path / DELTA).unlink()
+    assert cli("quarantine", *where[:3], "math@v2")[0] == 0
+    assert registry.versions("math") == [1]
+
+
+def test_fisher_information_in_quarantine_is_not_lost_from_sight(registry, cli):
+    agent = register(registry)
+    make_fisher(registry, agent)
+    (registry.path / "fisher/math/v000001" / FISHER).write_bytes(b"FISHER")
+    where = ("--registry", registry.path)
+    assert cli("verify", *where, "--all", "--quarantine")[0] == 1
+    rows = cli("recover", *where)[1]
+    assert len(rows) == 2 and re.match("Fisher +math@v1 +quarantine +the Fisher of agent math@v1: ", rows[1])
+    [note] = [verdict.notes[0] for what, verdict in verdicts_of(registry, everything=True).items() if "/" in what]
+    assert note.startswith("Fisher math@v1, in quarantine: ") and "recipes/fisher.py" in note
+    # with its agent it is not listed twice
+    registry.quarantine("math@v1", "bad seed")
+    assert len(cli("recover", *where)[1]) == 2
 
 
 def test_an_alias_names_an_agent_of_a_merge_and_its_weight(zoo, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -809,3 +810,135 @@ print(*sorted({"fsspec", "huggingface_hub", "s3fs", "httpx2", "requests"} & set(
     words = [registry.path, tmp_path / "merged", tmp_path / "two"]
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+def test_a_version_that_is_damaged_there_is_made_whole_and_stops_no_other(hub, ram, registry, memory):
+    push_agents(registry, "memory://team", ["math@v1", "math@v2"])
+    # the next one, whose manifest has the same size
+    add_agent(registry, "math", {"delta.safetensors": 3000, "tensors.json": 2000}, seed=3)
+    memory.rm("/team/agents/math/v000002/delta.safetensors")
+    (sent,) = push_agents(registry, "memory://team", ["math@v3"])
+    assert (sent.arrived, sent.moved) == ("math@v3", 5000)
+    assert push_agents(registry, "memory://team", ["math@v2"])[0].arrived == "math@v2"
+    check_equal(registry, open_registry("memory://team", ["math@v2", "math@v3"]), ["math@v2", "math@v3"])
+    # what nobody may remove from there cannot be made whole: another number
+    memory.pipe("/team/agents/math/v000003/more", b"x")
+    assert push_agents(registry, "memory://team", ["math@v3"])[0].arrived == "math@v4"
+    assert push_agents(registry, "memory://team", ["math@v3"])[0].moved == 0
+    # the Hub, which has no claims
+    words = ("push", "--registry", registry.path, "--to", HUB, "--agents")
+    ram(*words, "math@v2")
+    repository = hub.repositories["user/agents"]
+    repository.commit({k: v for k, v in repository.files.items() if not k.endswith("v000002/tensors.json")}, "lost")
+    assert ram(*words, "math@v3")[:2] == (0, "math@v3: 5 kB moved\n")
+    assert ram(*words, "math@v2")[:2] == (0, "math@v2: 5 kB moved\n")
+    assert "agents/math/v000002/tensors.json" in repository.files
+
+
+def test_what_a_broken_pull_left_needs_no_more_space(registry, memory, tmp_path, monkeypatch):
+    push_agents(registry, "memory://team", ["math@v2"])
+    two, held = AgentRegistry(tmp_path / "two"), registry.get("math@v2")
+    staged = f".tmp-pull-{held.manifest.to_dict()['digest']}"
+    for folder in (two.path / "agents" / "math", tmp_path / "cache" / "versions" / "agents"):
+        (folder / staged).mkdir(parents=True)
+        shutil.copy(held.path / "delta.safetensors", folder / staged)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1999))
+    with pytest.raises(StorageError, match=r"math@v2 need 2,000 bytes and the disk of .* has 1,999"):
+        pull_agents(two, "memory://team")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2000))
+    assert [transfer.moved for transfer in pull_agents(two, "memory://team")] == [2000]
+    check_equal(registry, two, ["math@v2"])
+    check_equal(registry, open_registry("memory://team"), ["math@v2"])
+
+
+def test_damaged_fisher_information_stays_behind_and_its_agent_does_not(registry, memory, tmp_path):
+    push_agents(registry, "memory://team")
+    path = FisherStore(registry).directory(registry.get("math@v1")) / FISHER
+    good, problem = path.read_bytes(), "its Fisher information stays behind: "
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    for number, place in enumerate(("memory://two", tmp_path / "two")):
+        sent = push_agents(registry, place)
+        assert [len(transfer.notes) for transfer in sent] == [0, 1, 0] and sent[1].notes[0].startswith(problem)
+        two = AgentRegistry(place) if number else pulled(place, tmp_path / "pulled")
+        check_equal(registry, two)
+        assert two.labels("math").aliases() == {"best": 1} and not visible(two.path / "fisher")
+    # damaged there: the bytes, or the manifest
+    for number, name in enumerate((FISHER, "manifest.json")):
+        there = f"/team/fisher/math/v000001/{name}"
+        memory.pipe(there, memory.cat(there)[:-1] + b"!")
+        three = AgentRegistry(tmp_path / f"three{number}")
+        got = pull_agents(three, "memory://team")
+        assert [len(transfer.notes) for transfer in got] == [0, 1, 0] and got[1].notes[0].startswith(problem)
+        check_equal(registry, three)
+        assert three.labels("math").tags() == {1: ["paper"]} and not visible(three.path / "fisher")
+        opened = open_registry("memory://team", ["math@v1", "tool"])
+        check_equal(registry, opened, ["math@v1", "tool@v1"])
+        assert not visible(opened.path / "fisher")
+
+
+def pulled(place, path):
+    pull_agents(path, place)
+    return AgentRegistry(path)
+
+
+def test_what_others_do_in_the_registry_stops_no_push(registry, memory, monkeypatch):
+    folder, lstat, looked = registry.path / "agents" / "math", os.lstat, []
+    (folder / ".tmp-register").mkdir()
+    (folder / ".tmp-register" / "delta.safetensors").write_bytes(b"x")
+    moved, dropped, later = (folder / "aliases" / f"{name}.json" for name in ("best", "gone", "later"))
+    dropped.write_text('{"version": 1}')
+    later.write_text('{"version": 1}')
+
+    def look(path):
+        # one alias goes between the list of a folder and the look at its files, one after it; one gets a longer text
+        looked.append(str(path))
+        if str(path) == str(dropped):
+            dropped.unlink()
+        found = lstat(path)
+        if str(path) == str(later):
+            later.unlink()
+        if str(path) == str(moved):
+            moved.write_text('{"version":                    1}')
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lstat", look)
+        (sent,) = push_agents(registry, "memory://team", ["math@v2"])
+    assert sent.moved == 5000 and not any(".tmp-" in path for path in looked)
+    assert {str(moved), str(dropped), str(later)} <= set(looked)
+
+
+def test_after_the_highest_number_there_is_none(registry, memory):
+    memory.pipe("/team/agents/math/v999999999.claim", b"{}")
+    assert push_agents(registry, "memory://team", ["math@v2"])[0].arrived == "math@v2"
+    memory.pipe("/team/agents/math/v000001.removed", b"")
+    with pytest.raises(StorageError, match="math holds v999999999, after which there is no number: remove it"):
+        push_agents(registry, "memory://team", ["math@v1"])
+    assert not [name for name in memory.store if "1000000000" in name]
+
+
+def test_folders_made_in_a_console_are_none(s3, ram, registry, tmp_path):
+    address, _ = s3
+    at = {"AWS_ENDPOINT_URL": address}
+    for name in ("agents/", "agents/math/", "agents/math/v000002/", "fisher/"):
+        url = f"{address}/agents/console/{name}"
+        urllib.request.urlopen(urllib.request.Request(url, data=b"", method="PUT")).close()
+    assert ram("push", "--registry", registry.path, "--to", "s3://agents/console", **at)[0] == 0
+    assert ram("pull", "--from", "s3://agents/console", "--registry", tmp_path / "two", **at)[0] == 0
+    check_arrived(registry, AgentRegistry(tmp_path / "two"))
+
+
+def test_who_lost_the_place_to_another_takes_the_next(registry, memory):
+    taken = []
+
+    def progress(doing, done, total):
+        # what storage does that creates a file also if there is one
+        if not taken:
+            taken.append(memory.cat("/team/agents/math/v000002.claim"))
+            memory.pipe("/team/agents/math/v000002.claim", b'{"digest": "of another"}')
+
+    (sent,) = push_agents(registry, "memory://team", ["math@v2"], progress=progress)
+    assert taken and sent.arrived == "math@v3"
+    assert not memory.exists("/team/agents/math/v000002/manifest.json")
+    assert files_of(open_registry("memory://team", ["math@v3"]), "math@v3") == files_of(registry, "math@v2")

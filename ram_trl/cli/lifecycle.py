@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from ..errors import ConfigError, RamTrlError
+from ..errors import ConfigError, CorruptedFileError
 from ..terminal import progress_bar
 from .common import add_command, add_json, print_table, size
 
@@ -177,6 +177,7 @@ def _recover(arguments: argparse.Namespace) -> None:
 
 
 def _list_hidden(path: str) -> None:
+    from ..lifecycle.verify import hidden_versions
     from ..storage.names import QUARANTINE, TRASH
     from ..storage.registry import AgentRegistry
     from ..storage.trash import read_note
@@ -185,14 +186,11 @@ def _list_hidden(path: str) -> None:
     registry.check_exists()
     rows = [("what", "version", "where", "why")]
     for place in (TRASH, QUARANTINE):
-        for store in (registry.store, registry.generalists.store):
-            hidden = store.hidden(place)
-            for name in hidden.names():
-                for number in hidden.versions(name):
-                    reason = str(read_note(hidden.version_dir(name, number)).get("reason", "removed"))
-                    reason = _one_line(reason)
-                    short = f"{reason[:_REASON]}..." if len(reason) > _REASON else reason
-                    rows.append((store.kind, f"{name}@v{number}", place, short))
+        for store, name, number in hidden_versions(registry, place):
+            note = read_note(store.hidden(place).version_dir(name, number))
+            reason = _one_line(str(note.get("reason", "removed")))
+            short = f"{reason[:_REASON]}..." if len(reason) > _REASON else reason
+            rows.append((store.kind, f"{name}@v{number}", place, short))
     print_table(rows)
 
 
@@ -202,7 +200,8 @@ def _quarantine(arguments: argparse.Namespace) -> None:
     if reason is None:
         try:
             store.get(spec).verify()
-        except RamTrlError as error:
+        except CorruptedFileError as error:
+            # what a newer version wrote, or what cannot be read just now, is not damaged
             reason = str(error)
         else:
             raise ConfigError(f"{spec} is intact: say why with --reason, or remove it (ram-trl remove)")

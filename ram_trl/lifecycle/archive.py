@@ -75,7 +75,7 @@ def export_agent(
                 _write(agent, file, progress)
                 file.flush()
                 os.fsync(file.fileno())
-            os.rename(staged, output)
+            _name(staged, output)
         finally:
             staged.unlink(missing_ok=True)
         sync_dir(staged.parent)
@@ -136,6 +136,17 @@ def import_agent(
             agent = registry.admit(staged, number)
             # it is still there if another process brought the same version meanwhile
             return agent, not staged.exists()
+
+
+def _name(staged: Path, output: Path) -> None:
+    """Give a file its name, unless something has it by now: writing takes a while, and a rename would replace it."""
+    try:
+        os.link(staged, output)
+    except OSError as error:
+        if os.path.lexists(output):
+            raise OutputExistsError(f"{output} exists by now: choose another --output") from error
+        # a file system without hard links
+        os.rename(staged, output)
 
 
 def _write(agent: RegisteredAgent, file: BinaryIO, progress: Progress | None) -> None:

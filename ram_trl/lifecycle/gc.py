@@ -103,22 +103,19 @@ def _walk(registry: AgentRegistry, min_age: float, emptied: list[str]) -> Iterat
     for place in (TRASH, QUARANTINE):
         for store in stores:
             yield from _hidden(store, place, place in emptied)
-    kept = [place for place in (TRASH, QUARANTINE) if place not in emptied]
-    folders = [registry.path]
+    folders = []
     for store in stores:
         folders += [store.path, *_folders(store.path)]
         folders += [path / labels for path in _folders(store.path) for labels in (ALIASES, TAGS)]
-        folders += [
-            hidden.path / name
-            for place in (TRASH, QUARANTINE)
-            for hidden in [store.hidden(place)]
-            for name in _names(hidden.path)
-        ]
-    for folder in folders:
+        hidden = [store.hidden(place) for place in (TRASH, QUARANTINE)]
+        folders += [path for one in hidden if not _is_linked(one) for path in _folders(one.path)]
+    # the registry itself may be named by a link, as any folder
+    for folder in [registry.path, *(folder for folder in folders if not folder.is_symlink())]:
         yield from _left_behind(folder, min_age)
     for store in (registry.store, registry.generalists.store):
         for name in _names(store.path):
-            yield from _orphan_labels(store, name, kept)
+            yield from _orphan_labels(store, name, _kept(store, emptied))
+    kept = _kept(registry.store, emptied)
     for name in _names(registry.fishers.path):
         for number in registry.fishers.versions(name):
             path = registry.fishers.version_dir(name, number)
@@ -129,8 +126,7 @@ def _walk(registry: AgentRegistry, min_age: float, emptied: list[str]) -> Iterat
 
 def _hidden(store: VersionStore, place: str, is_emptied: bool) -> Iterator[Garbage]:
     hidden = store.hidden(place)
-    # a link may lead anywhere
-    if hidden.path.is_symlink() or hidden.path.parent.is_symlink():
+    if _is_linked(hidden):
         return
     for name in _names(hidden.path):
         numbers = hidden.versions(name)
@@ -141,6 +137,16 @@ def _hidden(store: VersionStore, place: str, is_emptied: bool) -> Iterator[Garba
         for file in sorted((hidden.path / name).glob("v*.json")):
             if is_emptied or file.stem not in {hidden.version_dir(name, number).name for number in numbers}:
                 yield Garbage(file, "a note of what was in quarantine", _size(file))
+
+
+def _is_linked(hidden: VersionStore) -> bool:
+    """Whether trash or quarantine is a link, which may lead anywhere: it is left alone."""
+    return hidden.path.is_symlink() or hidden.path.parent.is_symlink()
+
+
+def _kept(store: VersionStore, emptied: list[str]) -> list[str]:
+    """Where versions out of sight stay, so that what belongs to them does too."""
+    return [place for place in (TRASH, QUARANTINE) if place not in emptied or _is_linked(store.hidden(place))]
 
 
 def _left_behind(folder: Path, min_age: float) -> Iterator[Garbage]:
@@ -165,7 +171,7 @@ def _orphan_labels(store: VersionStore, name: str, kept: list[str]) -> Iterator[
     def is_empty() -> bool:
         return not any(place.versions(name) for place in [store, *map(store.hidden, kept)])
 
-    for alias in labels.alias_names():
+    for alias in [] if (folder / ALIASES).is_symlink() else labels.alias_names():
         if is_orphan(alias):
             path = labels.alias_path(alias)
             what = f"alias {name}@{alias} of a version that is gone"
@@ -173,7 +179,8 @@ def _orphan_labels(store: VersionStore, name: str, kept: list[str]) -> Iterator[
     signatures = [path for path in _entries(folder) if path.name.endswith(SIGNATURE)]
     found = [(path, VERSION.fullmatch(path.name.removesuffix(SIGNATURE))) for path in signatures]
     beside = [("signature", path, int(match[1])) for path, match in found if match]
-    for what, path, number in [("tags", labels.tags_path(n), n) for n in labels.all_tags()] + beside:
+    tagged = [] if (folder / TAGS).is_symlink() else labels.all_tags()
+    for what, path, number in [("tags", labels.tags_path(n), n) for n in tagged] + beside:
         is_gone = functools.partial(_is_gone, store, name, number, kept)
         if is_gone():
             yield Garbage(path, f"{what} of {name}@v{number}, which is gone", _size(path), is_gone)
@@ -194,9 +201,8 @@ def _names(path: Path) -> list[str]:
 
 def _folders(path: Path) -> list[Path]:
     """Folders of names; none that a link leads to, which may be anywhere."""
-    return [
-        folder for folder in _entries(path) if is_name(folder.name) and folder.is_dir() and not folder.is_symlink()
-    ]
+    folders = [] if path.is_symlink() else _entries(path)
+    return [folder for folder in folders if is_name(folder.name) and folder.is_dir() and not folder.is_symlink()]
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -210,7 +216,7 @@ def _all_below(path: Path) -> Iterator[os.stat_result]:
     """What is known of a file or directory and of everything in it; what goes meanwhile is left out."""
     with contextlib.suppress(FileNotFoundError):
         yield os.lstat(path)
-    for folder, folders, files in os.walk(path):
+    for folder, folders, files in [] if path.is_symlink() else os.walk(path):
         for name in [*folders, *files]:
             with contextlib.suppress(FileNotFoundError):
                 yield os.lstat(os.path.join(folder, name))

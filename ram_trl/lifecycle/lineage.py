@@ -6,6 +6,7 @@ carried over from (`ram-trl rebase`); a generalist from the agents that it was m
 
 import contextlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,13 +181,15 @@ def _origins(registry: AgentRegistry, agent: RegisteredAgent) -> list[str]:
     origins, base = [], Path(agent.manifest.base_model.name)
     folder, name, version = ("", "", *base.parts)[-3:] if base.parts else ("", "", "")
     numbered = VERSION.fullmatch(version)
-    # where it says is nothing any more if the registry was moved
-    is_elsewhere = base.is_dir() and registry.path.resolve() not in base.resolve().parents
-    if folder == _GENERALISTS and is_name(name) and numbered and not is_elsewhere:
-        origins.append(f"generalist {name}@v{int(numbered[1])}")
+    if folder == _GENERALISTS and is_name(name) and numbered:
+        # where it says is nothing any more if the registry was moved; Path.is_dir would raise where one may not look
+        if not os.path.isdir(base) or registry.path.resolve() in base.resolve().parents:
+            origins.append(f"generalist {name}@v{int(numbered[1])}")
     with contextlib.suppress(InvalidNameError, KeyError):
         name, number = parse_spec(agent.manifest.training["rebased_from"], "agent")
-        origins.append(f"agent {name}@v{number}")
+        # of a name or an alias alone nobody knows any more which version it meant
+        if isinstance(number, int):
+            origins.append(f"agent {name}@v{number}")
     return origins
 
 

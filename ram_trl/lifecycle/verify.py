@@ -17,7 +17,7 @@ from ..storage.versions import VersionStore
 from .gc import find_garbage
 
 
-__all__ = ["Verdict", "verify_registry"]
+__all__ = ["Verdict", "hidden_versions", "verify_registry"]
 
 _Advance = Callable[[int], None]
 
@@ -220,16 +220,27 @@ def _label_tasks(registry: AgentRegistry, store: VersionStore, name: str) -> Ite
 
 
 def _out_of_sight(registry: AgentRegistry) -> Iterator[Verdict]:
-    garbage = find_garbage(registry, min_age=0)
-    for one in garbage:
+    # with gc's own age: what is being written now is none
+    for one in find_garbage(registry):
         yield Verdict(str(one.path), one.bytes, notes=(f"{one.what}: ram-trl gc removes it",))
-    for store in (registry.store, registry.generalists.store):
-        hidden = store.hidden(QUARANTINE)
+    for store, name, number in hidden_versions(registry, QUARANTINE):
+        again = "make it again (recipes/fisher.py)" if store is registry.fishers else "repair it and recover it"
+        cure = f"{again}, or empty the quarantine with ram-trl gc --quarantine"
+        path = store.hidden(QUARANTINE).version_dir(name, number)
+        yield Verdict(str(path), notes=(f"{store.kind} {name}@v{number}, in quarantine: {cure}",))
+
+
+def hidden_versions(registry: AgentRegistry, place: str) -> Iterator[tuple[VersionStore, str, int]]:
+    """What is in the trash or in quarantine (`TRASH`, `QUARANTINE`): store that showed it, name and number.
+
+    Fisher information is left out where its agent is there too: they come back together.
+    """
+    agents = registry.store.hidden(place)
+    for store in (registry.store, registry.generalists.store, registry.fishers):
+        hidden = store.hidden(place)
         for name in hidden.names():
-            for number in hidden.versions(name):
-                cure = "repair it and recover it, or empty the quarantine with ram-trl gc --quarantine"
-                path, what = hidden.version_dir(name, number), f"{store.kind} {name}@v{number}, in quarantine"
-                yield Verdict(str(path), notes=(f"{what}: {cure}",))
+            with_agent = agents.versions(name) if store is registry.fishers else []
+            yield from ((store, name, number) for number in hidden.versions(name) if number not in with_agent)
 
 
 def _bytes(version) -> int:

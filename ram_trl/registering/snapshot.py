@@ -88,7 +88,7 @@ class FullSnapshot:
             raise ConfigError(
                 f"snapshot_dtype is {dtype}, but no tensor of the base {base.name} is: use auto or float32"
             )
-        self._staged, self._base, self._dtype, self._epsilon = staged, base, dtype, epsilon
+        self._staged, self._base, self._dtype, self._epsilon = staged, base, dtype, float(epsilon)
         names = [prefix + name for name in base.tensors for prefix in (DELTA_PREFIX, ENDS_PREFIX)]
         self._writer = StreamWriter(staged / DELTA, names, {"format": "ram_trl.delta"})
         self._records: dict[str, TensorRecord] = {}

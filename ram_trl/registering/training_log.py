@@ -19,8 +19,8 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # How much is recorded of where an agent comes from.
 PROVENANCE = ("full", "minimal")
 _STATE = "trainer_state.json"
-# Bytes of a log of some 100,000 entries; more is not read.
-_LARGEST_STATE = 256_000_000
+# Bytes and values of a log of some 100,000 entries of 80 numbers each; more is not read.
+_MAX_BYTES, _MAX_VALUES = 256_000_000, 8_000_000
 # Every trainer logs these; the names of others are a user's own, as those of rewards are.
 _PUBLIC = frozenset(
     {
@@ -79,9 +79,9 @@ def saved_run(model: Path) -> dict[str, Any]:
     """
     named = CHECKPOINT.fullmatch(model.name)
     try:
-        if named is None or not (model / _STATE).is_file() or (model / _STATE).stat().st_size > _LARGEST_STATE:
+        if named is None or not (model / _STATE).is_file():
             return {}
-        state = read_json(model / _STATE)
+        state = read_json(model / _STATE, max_bytes=_MAX_BYTES, max_values=_MAX_VALUES)
         if state["global_step"] != int(named[1]):
             return {}
         steps = {"step": int(state["global_step"]), "max_steps": int(state["max_steps"])}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import AgentNotFoundError, CorruptedFileError
+from ..errors import AgentNotFoundError, CorruptedFileError, StorageError, UnsupportedModelError
 from ..storage.durable import unique_keys
 from ..storage.fisher import FisherManifest
 from ..storage.manifest import FileRecord, Manifest
@@ -105,18 +105,38 @@ class Catalogue:
         return sorted(self._agent(name).versions)
 
     def free_number(self, name: str, wanted: int, taken: Collection[int] = ()) -> int:
-        """`wanted` if nothing ever had it here and it is not taken, otherwise the next number that is free."""
-        used = {*self._agent(name).used, *taken}
-        return wanted if wanted not in used else 1 + max(used)
+        """`wanted` if nothing ever had it here and it is not taken, otherwise the next number that is free.
 
-    def begun(self, name: str, digest: str) -> int | None:
-        """The number of a version that was being pushed here and is not whole yet."""
-        for number in sorted(self._agent(name).used):
-            path = f"agents/{name}/{version_dir_name(number)}"
-            claimed = f"{path}.claim" in self._files and f"{path}/{MANIFEST}" not in self._files
+        Raises:
+            StorageError: if the highest number is used.
+        """
+        used = {*self._agent(name).used, *taken}
+        if wanted not in used:
+            return wanted
+        number = 1 + max(used)
+        if not VERSION.fullmatch(version_dir_name(number)):
+            raise StorageError(
+                f"{self.url}: agents/{name} holds v{number - 1}, after which there is no number: remove it there if "
+                "it is nobody's, or push to another place"
+            )
+        return number
+
+    def begun(self, held: Held) -> int | None:
+        """The number of this version if it was being pushed here, or lost files, and can be made whole."""
+        agent = self._agent(held.name)
+        for number in sorted(agent.used):
+            path = f"agents/{held.name}/{version_dir_name(number)}"
+            listed = agent.versions.get(number, {})
+            # a file too many would stay; another manifest is another's
+            if not set(listed) <= {MANIFEST, *held.files} or listed.get(MANIFEST) not in (None, len(held.manifest)):
+                continue
             # one that is damaged is another's
-            with contextlib.suppress(CorruptedFileError):
-                if claimed and self._small_json(f"{path}.claim").get("digest") == digest:
+            with contextlib.suppress(CorruptedFileError, UnsupportedModelError):
+                if f"{path}.claim" in self._files:
+                    digest = self._small_json(f"{path}.claim").get("digest")
+                else:
+                    digest = self._agent_manifest(path)[0].to_dict()["digest"] if listed else None
+                if digest == held.digest:
                     return number
         return None
 
@@ -125,10 +145,17 @@ class Catalogue:
         return MANIFEST in self._agent(name).fisher.get(number, {})
 
     def aliases(self, name: str) -> dict[str, int]:
-        """The versions that an agent's aliases mean; those of versions that are not here are left out."""
+        """The versions that an agent's aliases mean; left out are those of versions that are not here, and damaged."""
         agent, found = self._agent(name), {}
         for alias in sorted(agent.aliases):
-            number = self._small_json(f"agents/{name}/aliases/{alias}.json").get("version")
+            path = f"agents/{name}/aliases/{alias}.json"
+            try:
+                number = self._small_json(path).get("version")
+            except CorruptedFileError:
+                # it may have been moved or dropped since it was listed; one of that size is none
+                if self._files[path] > _MAX_LABEL:
+                    raise
+                continue
             if type(number) is int and number in agent.versions:
                 found[alias] = number
         return found
@@ -175,8 +202,7 @@ class Catalogue:
             CorruptedFileError: if it does not.
         """
         folder = f"agents/{name}/{version_dir_name(number)}"
-        content, data = self._manifest(folder)
-        manifest = Manifest.from_dict(content, f"{self.url}: {folder}/{MANIFEST}")
+        manifest, data = self._agent_manifest(folder)
         if manifest.agent != name or manifest.kind not in ("full", "lora"):
             raise CorruptedFileError(f"{self.url}: {folder}/{MANIFEST} is not the manifest of agent {name!r}")
         return self._held(folder, name, number, data, manifest.to_dict()["digest"], manifest.files)
@@ -197,11 +223,13 @@ class Catalogue:
             return None
         return self._held(folder, agent.name, agent.number, data, agent.digest, files)
 
-    def same(self, name: str, digest: str, manifest_size: int) -> int | None:
-        """The number of a version that has this manifest already."""
-        for number, files in sorted(self._agent(name).versions.items()):
-            if files[MANIFEST] == manifest_size and self.agent(name, number).digest == digest:
-                return number
+    def same(self, held: Held) -> int | None:
+        """The number of a version that has this manifest already, and its files."""
+        for number, files in sorted(self._agent(held.name).versions.items()):
+            # what is not whole is not there, and of no concern to those who push other versions
+            with contextlib.suppress(CorruptedFileError, UnsupportedModelError):
+                if files[MANIFEST] == len(held.manifest) and self.agent(held.name, number).digest == held.digest:
+                    return number
         return None
 
     def _agent(self, name: str) -> _Agent:
@@ -233,6 +261,10 @@ class Catalogue:
 
     def _manifest(self, folder: str) -> tuple[dict[str, Any], bytes]:
         return self._json(f"{folder}/{MANIFEST}", _MAX_MANIFEST)
+
+    def _agent_manifest(self, folder: str) -> tuple[Manifest, bytes]:
+        content, data = self._manifest(folder)
+        return Manifest.from_dict(content, f"{self.url}: {folder}/{MANIFEST}"), data
 
     def _small_json(self, path: str) -> dict[str, Any]:
         return self._json(path, _MAX_LABEL)[0]

@@ -29,7 +29,7 @@ def staging_for(folder: Path, held: Held) -> Iterator[Path]:
     It is named after the version's digest and stays behind when the block fails, so that the next try goes on where
     this one ended. Of several processes that fetch the same version one at a time is in the block.
     """
-    path = folder / f"{STAGING_PREFIX}pull-{held.digest}"
+    path = _staged(folder, held)
     make_dirs(folder)
     while True:
         with contextlib.suppress(FileExistsError):
@@ -82,20 +82,26 @@ def fetch(source: Source, held: Held, staged: Path, advance: Callable[[int], Non
     return moved
 
 
-def check_space(folder: Path, wanted: Sequence[Held]) -> None:
-    """Refuse to begin what does not fit on the disk.
+def check_space(folder: Path, wanted: Sequence[tuple[Path, Held]]) -> None:
+    """Refuse to begin what does not fit on the disk. What an earlier try left is on it already.
+
+    Args:
+        folder (`Path`):
+            A folder on the disk.
+        wanted (`Sequence[tuple[Path, Held]]`):
+            Versions, each with the folder that it is staged in.
 
     Raises:
         StorageError: if there is less space than the versions need.
     """
-    needed = sum(held.size for held in wanted)
+    needed = sum(held.size - _begun(_staged(place, held), held) for place, held in wanted)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with explain_os_errors(f"reading {existing}"):
         free = shutil.disk_usage(existing).free
     if needed > free:
+        names = ", ".join(dict.fromkeys(str(held) for _, held in wanted))
         raise StorageError(
-            f"{', '.join(dict.fromkeys(map(str, wanted)))} need {needed:,} bytes and the disk of {folder} has "
-            f"{free:,}: make space, or name fewer --agents"
+            f"{names} need {needed:,} bytes and the disk of {folder} has {free:,}: make space, or name fewer --agents"
         )
 
 
@@ -130,6 +136,19 @@ def _fetch_file(source: Source, path: str, target: Path, record: FileRecord, adv
         f"{source.url}: {path} is not the file that was registered: it is damaged there, or on the way; pull again, "
         "and if it stays so remove it there and push it again from a registry that is whole"
     )
+
+
+def _staged(folder: Path, held: Held) -> Path:
+    return folder / f"{STAGING_PREFIX}pull-{held.digest}"
+
+
+def _begun(staged: Path, held: Held) -> int:
+    """Bytes of a version's files that lie in its staging directory."""
+    done = 0
+    for name, record in held.files.items():
+        with contextlib.suppress(OSError):
+            done += min(os.lstat(staged / name).st_size, record.size)
+    return done
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

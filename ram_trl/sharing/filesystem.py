@@ -85,6 +85,11 @@ class FileSystemRemote:
                     raise StorageError(
                         f"{self.url} holds {held} of {bundle.folder}/{name} ({size:,} bytes): push again"
                     )
+            # where files cannot be created only if there is none, two may have thought that the place is theirs
+            with self._reaching(f"reading {bundle.folder}.claim"):
+                self._files.invalidate_cache()
+                if self._files.cat_file(self._at(f"{bundle.folder}.claim")) != _claim_of(bundle):
+                    raise RemoteChangedError(f"{self.url}: somebody else took {bundle.folder}: push again")
             self._put(bundle, bundle.names[-1], lambda count: None)
         for path, content in labels.items():
             with self._reaching(f"writing {path}"):
@@ -94,7 +99,7 @@ class FileSystemRemote:
     def _claim(self, bundle: Bundle) -> bool:
         """Take the place of a version; whether what is there already can only be of this one."""
         path = self._at(f"{bundle.folder}.claim")
-        content = json.dumps({"digest": bundle.digest}).encode()
+        content = _claim_of(bundle)
         with self._reaching(f"writing {bundle.folder}.claim"):
             self._make_folder(f"{bundle.folder}/any")
             try:
@@ -134,8 +139,14 @@ class FileSystemRemote:
             except FileNotFoundError:
                 return {}
         prefix = self._at("")
+        # consoles of object stores make "folders": empty objects whose names end in a slash
+        files = {
+            name: info.get("size")
+            for name, info in found.items()
+            if info["type"] == "file" and not (name.endswith("/") and info.get("size") == 0)
+        }
         # what is outside keeps its name, and is refused by the catalogue
-        return {name.removeprefix(prefix): info.get("size") for name, info in found.items() if info["type"] == "file"}
+        return {name.removeprefix(prefix): size for name, size in files.items()}
 
     def _make_folder(self, path: str) -> None:
         # an object store has no folders: it would make a bucket, which is its owner's to make
@@ -147,3 +158,7 @@ class FileSystemRemote:
 
     def _reaching(self, doing: str) -> Any:
         return reaching(self._url, doing, f"check the URL, the network and the credentials of {self._protocol}")
+
+
+def _claim_of(bundle: Bundle) -> bytes:
+    return json.dumps({"digest": bundle.digest}).encode()

@@ -23,7 +23,7 @@ class Transfer:
         moved (`int`):
             Bytes that were sent or fetched now; 0 if it was there already.
         notes (`list[str]`):
-            Aliases that were there already and name another version.
+            Aliases that were there already and name another version; Fisher information that is damaged.
     """
 
     agent: str

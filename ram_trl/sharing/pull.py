@@ -4,13 +4,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, CorruptedFileError
 from ..progress import Progress, meter
 from ..storage.durable import explain_os_errors, publish
 from ..storage.registry import AgentRegistry, RegisteredAgent
 from ..storage.versions import verify_files
 from .catalogue import Catalogue, Held
 from .fetch import check_space, fetch, staging_for
+from .fishers import find_fishers, left_out
 from .labels import Transfer, label_changes
 from .places import local_path, open_remote
 from .remote import LocalFolder, Source
@@ -68,32 +69,37 @@ def bring(
         raise ConfigError(f"{registry.path} is to be filled from itself: name another place")
     catalogue = Catalogue(source)
     wanted = [catalogue.agent(name, number) for name, number in catalogue.choose(agents, "aliased")]
-    fishers = {held.folder: fisher for held in wanted if (fisher := catalogue.fisher(held)) is not None}
-    parts = []
+    fishers, notes = find_fishers(catalogue, wanted)
+    parts: list[tuple[Path, Held]] = []
     for held in wanted:
         same = registry.find_same(held.name, held.digest)
         if same is None:
-            parts.append(held)
-        if held.folder in fishers and (same is None or not _fisher_place(registry, same).exists()):
-            parts.append(fishers[held.folder])
+            parts.append((registry.store.path / held.name, held))
+        if str(held) in fishers and (same is None or not _fisher_place(registry, same).exists()):
+            parts.append((registry.fisher_dir(held.name, held.number).parent, fishers[str(held)]))
     check_space(registry.path, parts)
     registry.check_writable()
-    advance = meter("pull", sum(part.size for part in parts), progress)
+    advance = meter("pull", sum(part.size for _, part in parts), progress)
     arrived: list[tuple[Held, RegisteredAgent, int]] = []
     for held in wanted:
         with explain_os_errors(f"pulling {held}"):
             agent, moved = _bring_agent(source, registry, held, advance)
-            if fisher := fishers.get(held.folder):
-                moved += _bring_fisher(source, _fisher_place(registry, agent), fisher, advance)
+            if fisher := fishers.get(str(held)):
+                try:
+                    moved += _bring_fisher(source, _fisher_place(registry, agent), fisher, advance)
+                except CorruptedFileError as error:
+                    # the agent is here, and others wait
+                    del fishers[str(held)]
+                    notes[str(held)] = [left_out(error)]
         arrived.append((held, agent, moved))
-    notes = _bring_labels(catalogue, registry, arrived, overwrite_aliases)
+    more = _bring_labels(catalogue, registry, arrived, overwrite_aliases)
     return [
         Transfer(
             agent=str(held),
             arrived=str(agent),
-            size=held.size + (fishers[held.folder].size if held.folder in fishers else 0),
+            size=held.size + (fishers[str(held)].size if str(held) in fishers else 0),
             moved=moved,
-            notes=notes.get(str(held), []),
+            notes=[*notes.get(str(held), ()), *more.get(str(held), ())],
         )
         for held, agent, moved in arrived
     ]

@@ -12,6 +12,7 @@ from ..progress import Progress, meter
 from ..storage.names import version_dir_name
 from ..storage.registry import AgentRegistry
 from .catalogue import Catalogue, Held
+from .fishers import verified_fishers
 from .labels import Transfer, label_changes
 from .places import local_path, open_remote
 from .pull import bring
@@ -80,9 +81,10 @@ def push_agents(
     remote = open_remote(str(to))
     for held in wanted:
         registry.get(str(held)).verify()
+    fishers, notes = verified_fishers(registry, here, wanted)
     remote.prepare(private)
     for attempt in range(_TRIES):
-        plan = _plan(registry, here, wanted, Catalogue(remote), overwrite_aliases)
+        plan = _plan(registry, here, wanted, fishers, Catalogue(remote), overwrite_aliases)
         bundles = [bundle for parts in plan.bundles.values() for bundle in parts]
         advance = meter("push", sum(sum(bundle.sizes.values()) for bundle in bundles), progress)
         try:
@@ -92,26 +94,31 @@ def push_agents(
         except RemoteChangedError:
             if attempt == _TRIES - 1:
                 raise
-    return [_transfer(here, held, plan) for held in wanted]
+    return [_transfer(held, fishers.get(str(held)), plan, notes.get(str(held), [])) for held in wanted]
 
 
 def _plan(
-    registry: AgentRegistry, here: Catalogue, wanted: list[Held], there: Catalogue, overwrite_aliases: bool
+    registry: AgentRegistry,
+    here: Catalogue,
+    wanted: list[Held],
+    fishers: dict[str, Held],
+    there: Catalogue,
+    overwrite_aliases: bool,
 ) -> _Plan:
     """What is missing there."""
     plan = _Plan({}, {}, {}, {})
     taken: dict[str, set[int]] = {}
     for held in wanted:
-        number = there.same(held.name, held.digest, len(held.manifest))
+        number = there.same(held)
         parts = plan.bundles.setdefault(str(held), [])
         if number is None:
-            number = there.begun(held.name, held.digest)
+            number = there.begun(held)
             if number is None:
                 number = there.free_number(held.name, held.number, taken.get(held.name, ()))
             parts.append(_bundle(registry, held, number))
         taken.setdefault(held.name, set()).add(number)
         plan.numbers[str(held)] = number
-        fisher = here.fisher(held)
+        fisher = fishers.get(str(held))
         if fisher is not None and not there.has_fisher(held.name, number):
             parts.append(_bundle(registry, fisher, number))
     for name in dict.fromkeys(held.name for held in wanted):
@@ -139,13 +146,12 @@ def _bundle(registry: AgentRegistry, held: Held, number: int) -> Bundle:
     )
 
 
-def _transfer(here: Catalogue, held: Held, plan: _Plan) -> Transfer:
+def _transfer(held: Held, fisher: Held | None, plan: _Plan, notes: list[str]) -> Transfer:
     moved = sum(sum(bundle.sizes.values()) for bundle in plan.bundles[str(held)])
-    fisher = here.fisher(held)
     return Transfer(
         agent=str(held),
         arrived=f"{held.name}@v{plan.numbers[str(held)]}",
         size=held.size + (fisher.size if fisher else 0),
         moved=moved,
-        notes=plan.notes.get(str(held), []),
+        notes=[*notes, *plan.notes.get(str(held), ())],
     )

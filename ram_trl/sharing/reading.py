@@ -11,6 +11,7 @@ running merge reads stays as it is. The cache can be removed whenever nothing re
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -29,11 +30,13 @@ from ..storage.registry import AgentRegistry
 from ..storage.versions import MANIFEST, verify_files
 from .catalogue import Catalogue, Held
 from .fetch import check_space, fetch, staging_for
+from .fishers import find_fishers, left_out
 from .places import is_url, local_path, open_remote
 from .remote import Source
 
 
 __all__ = ["cache_dir", "open_registry"]
+logger = logging.getLogger(__name__)
 
 
 def open_registry(
@@ -103,16 +106,27 @@ def _view(source: Source, cache: Path, agents: Sequence[str] | None, weights: bo
     chosen = catalogue.choose(agents, "latest" if weights else "all")
     parts = [catalogue.agent(name, number) for name, number in chosen]
     if weights:
-        parts += [fisher for held in parts if (fisher := catalogue.fisher(held)) is not None]
+        fishers, notes = find_fishers(catalogue, parts)
+        parts += fishers.values()
+        for spec, lines in notes.items():
+            logger.warning("%s: %s", spec, *lines)
     labels = _labels(catalogue, chosen)
     with explain_os_errors(f"writing to the cache {cache}"):
         files = {f"{held.folder}/{MANIFEST}": held.manifest for held in parts}
         stored: dict[str, tuple[Path, FileRecord]] = {}
         if weights:
-            check_space(cache, [held for held in parts if not _place(cache, held).is_dir()])
+            places = [(_place(cache, held), held) for held in parts]
+            check_space(cache, [(place.parent, held) for place, held in places if not place.is_dir()])
             advance = meter("fetch", sum(held.size for held in parts), progress)
             for held in parts:
-                place = _store(source, cache, held, advance)
+                try:
+                    place = _store(source, cache, held, advance)
+                except CorruptedFileError as error:
+                    if held.folder.startswith("agents/"):
+                        raise
+                    logger.warning("%s: %s", held, left_out(error))
+                    del files[f"{held.folder}/{MANIFEST}"]
+                    continue
                 stored |= {f"{held.folder}/{name}": (place / name, record) for name, record in held.files.items()}
         files |= labels
         listed = json.dumps([weights, sorted((path, blake3(data).hexdigest()) for path, data in files.items())])

@@ -115,9 +115,14 @@ class LocalFolder:
         sizes = {}
         with explain_os_errors(f"reading {self.path}"):
             for top in ("agents", "fisher"):
-                for folder, _, names in os.walk(self.path / top):
+                for folder, folders, names in os.walk(self.path / top):
+                    # registrations under way come and go
+                    folders[:] = [name for name in folders if not name.startswith(".")]
                     for name in names:
-                        found = os.lstat(os.path.join(folder, name))
+                        try:
+                            found = os.lstat(os.path.join(folder, name))
+                        except FileNotFoundError:
+                            continue
                         if stat.S_ISREG(found.st_mode):
                             place = os.path.relpath(os.path.join(folder, name), self.path)
                             sizes[place.replace(os.sep, "/")] = found.st_size
@@ -125,7 +130,11 @@ class LocalFolder:
 
     def stream(self, path: str, start: int, stop: int) -> Iterator[bytes]:
         with explain_os_errors(f"reading {self.path / path}"):
-            with open(os.open(self.path / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            try:
+                descriptor = os.open(self.path / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return
+            with open(descriptor, "rb") as file:
                 file.seek(start)
                 while start < stop and (piece := file.read(min(_READ_BYTES, stop - start))):
                     start += len(piece)

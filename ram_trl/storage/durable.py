@@ -196,24 +196,34 @@ def replace_json(path: Path, content: dict) -> None:
     sync_dir(path.parent)
 
 
-def read_json(path: Path, digest: str | None = None) -> dict:
-    """Read a JSON object; `digest` is the BLAKE3 that its bytes have to have.
+def read_json(
+    path: Path, digest: str | None = None, *, max_bytes: int = _MAX_JSON_BYTES, max_values: int = _MAX_JSON_VALUES
+) -> dict:
+    """Read a JSON object.
+
+    Args:
+        path (`Path`):
+            The file.
+        digest (`str`, *optional*):
+            The BLAKE3 that its bytes have to have.
+        max_bytes, max_values (`int`, *optional*):
+            How much of it is read; by default more than any model needs.
 
     Raises:
         StorageError: if the file cannot be read.
-        CorruptedFileError: if it does not hold a JSON object, or more of it than any model needs.
+        CorruptedFileError: if it does not hold a JSON object, or more of it than that.
     """
     try:
         # opening a FIFO would wait for ever
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CorruptedFileError(f"{path} is not a regular file")
-            text = file.read(_MAX_JSON_BYTES + 1)
+            text = file.read(max_bytes + 1)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
     if digest is not None and blake3(text).hexdigest() != digest:
         raise CorruptedFileError(f"{path} was changed while it was being read: leave it alone and try again")
-    if len(text) > _MAX_JSON_BYTES or sum(text.count(mark) for mark in (b"{", b"[", b",")) > _MAX_JSON_VALUES:
+    if len(text) > max_bytes or sum(text.count(mark) for mark in (b"{", b"[", b",")) > max_values:
         raise CorruptedFileError(f"{path} is not valid JSON for a model: it holds more than any model has tensors")
     try:
         content = json.loads(text.decode(), object_pairs_hook=unique_keys)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError, RamTrlError
-from .durable import explain_os_errors, read_json, replace_json, write_json
+from .durable import explain_os_errors, read_json, replace_json
 from .labels import Labels, read_pointer
 from .manifest import GeneralistManifest
 from .names import check_name
 from .trash import Trash
-from .versions import MANIFEST, VersionStore, file_records, verify_files
+from .versions import MANIFEST, VersionStore, file_records, verify_files, write_manifest
 
 
 __all__ = ["LATEST", "Generalist", "GeneralistStore"]
@@ -186,6 +186,8 @@ class GeneralistStore:
         generalist = self.get(spec)
         generalist.verify()
         with explain_os_errors(f"promoting {generalist}"), self._locked(generalist.name):
+            # it may have gone while its files were read
+            self.get(str(generalist))
             self._point(generalist.name, generalist.version)
         return generalist
 
@@ -216,7 +218,7 @@ class GeneralistStore:
         name = manifest.generalist
         with explain_os_errors(f"adding a version of generalist {name}"):
             manifest.files = file_records(staged)
-            write_json(staged / MANIFEST, manifest.to_dict())
+            write_manifest(staged, manifest)
             number = self.store.commit(name, staged, above=self.latest(name) or 0)
         merged = Generalist(name, number, self.store.version_dir(name, number), manifest)
         if manifest.refused is None:

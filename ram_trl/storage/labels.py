@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import AgentNotFoundError, CorruptedFileError, RamTrlError
 from .durable import explain_os_errors, make_dirs, read_json, replace_json, sync_dir
-from .names import VERSION, check_label, is_label, version_dir_name
+from .names import HIGHEST, VERSION, check_label, is_label, version_dir_name
 
 
 __all__ = ["ALIASES", "TAGS", "Labels", "read_pointer"]
@@ -157,7 +157,7 @@ def read_pointer(path: Path, cure: str) -> int | None:
         number = read_json(path).get("version")
     except CorruptedFileError as error:
         raise CorruptedFileError(f"{error}: {cure}") from error
-    if type(number) is not int or number < 1:
+    if type(number) is not int or not 0 < number <= HIGHEST:
         raise CorruptedFileError(f"{path} does not name a version: {cure}")
     return number
 

@@ -8,6 +8,7 @@ from ..errors import ConfigError, InvalidNameError
 
 
 __all__ = [
+    "HIGHEST",
     "QUARANTINE",
     "SIGNATURE",
     "TRASH",
@@ -28,10 +29,10 @@ TRASH, QUARANTINE = "trash", "quarantine"
 SIGNATURE = ".sig"
 # Directory of a version.
 VERSION = re.compile(r"v([0-9]{6}|[1-9][0-9]{6,8})")
+HIGHEST = 999_999_999
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _LABEL = re.compile(r"(?![vV](?:[0-9._-]|$))[A-Za-z][A-Za-z0-9._-]{0,63}")
-_HIGHEST = 999_999_999
 
 
 def is_name(text: str) -> bool:
@@ -77,8 +78,8 @@ def check_number(number: int) -> None:
     Raises:
         InvalidNameError: if it is not an integer from 1 to 999,999,999.
     """
-    if type(number) is not int or not 0 < number <= _HIGHEST:
-        raise InvalidNameError(f"{number!r} is not the number of a version: use 1 to {_HIGHEST}")
+    if type(number) is not int or not 0 < number <= HIGHEST:
+        raise InvalidNameError(f"{number!r} is not the number of a version: use 1 to {HIGHEST}")
 
 
 def registry_path(path: "str | os.PathLike") -> Path:

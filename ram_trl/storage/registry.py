@@ -27,7 +27,7 @@ from .manifest import LoraRecord, Manifest, TensorRecord
 from .names import check_name, check_number, registry_path
 from .tensor_file import TensorFile
 from .trash import Trash
-from .versions import MANIFEST, VersionStore, file_records, verify_file, verify_files
+from .versions import MANIFEST, VersionStore, file_records, verify_file, verify_files, write_manifest
 
 
 __all__ = [
@@ -188,7 +188,7 @@ class AgentRegistry:
         """Record the digests of a staged version's files, write its manifest and make it the agent's next version."""
         with explain_os_errors(f"registering agent {manifest.agent}"):
             manifest.files = file_records(staged)
-            write_json(staged / MANIFEST, manifest.to_dict())
+            write_manifest(staged, manifest)
             number = self.store.commit(manifest.agent, staged)
             return RegisteredAgent(manifest.agent, number, self.store.version_dir(manifest.agent, number), manifest)
 
@@ -199,7 +199,7 @@ class AgentRegistry:
             staged (`Path`):
                 What [`stage`] gave, with all files of the version, its manifest too.
             number (`int`):
-                Its number elsewhere. It is kept if it was never used here, otherwise the next free one is taken.
+                Its number elsewhere, kept unless it was used here or is far ahead; then the next free one is taken.
 
         Returns:
             [`RegisteredAgent`]: the version; one that has been here before if its manifest is the same.

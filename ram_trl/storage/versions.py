@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..errors import AgentNotFoundError, CorruptedFileError, StorageError
+from ..errors import AgentNotFoundError, ConfigError, CorruptedFileError, StorageError
 from .durable import (
     STAGING_PREFIX,
     digest_file,
@@ -22,24 +22,32 @@ from .durable import (
     make_dirs,
     needed_dirs,
     publish,
+    read_json,
     staging_dir,
     sync_dir,
+    write_json,
 )
 from .labels import Labels
-from .manifest import FileRecord
-from .names import QUARANTINE, TRASH, VERSION, check_name, is_name, parse_spec, version_dir_name
+from .manifest import FileRecord, GeneralistManifest, Manifest
+from .names import HIGHEST, QUARANTINE, TRASH, VERSION, check_name, is_name, parse_spec, version_dir_name
 
 
 __all__ = [
+    "LARGEST_MANIFEST",
     "MANIFEST",
     "VersionStore",
     "discard",
     "file_records",
     "verify_file",
     "verify_files",
+    "write_manifest",
 ]
 
 MANIFEST = "manifest.json"
+# Bytes; a longer one could be read here, and neither sent nor taken in.
+LARGEST_MANIFEST = 16_000_000
+# How far ahead a number from elsewhere may be: one near the highest would leave none for those that come after it.
+_FURTHEST = 1_000_000
 _REMOVED = re.compile(rf"{VERSION.pattern}\.removed")
 
 
@@ -128,12 +136,24 @@ class VersionStore:
         return number
 
     def free_number(self, name: str, above: int = 0, wanted: int | None = None) -> int:
-        """`wanted` if no version of the name ever had it, else the next number that is free, above `above`."""
+        """`wanted` if no version of the name ever had it, else the next number that is free, above `above`.
+
+        Raises:
+            StorageError: if there is none, because a version with the highest number was there.
+        """
         used = {*self.versions(name), *self._numbers(name, _REMOVED)}
-        return wanted if wanted is not None and wanted not in used else 1 + max([above, *used])
+        last = max([above, *used])
+        if wanted is not None and wanted not in used and wanted <= last + _FURTHEST:
+            return wanted
+        if last >= HIGHEST:
+            raise StorageError(f"{self.kind} {name!r} had v{last}, the highest number there is: use another name")
+        return last + 1
 
     def take(self, name: str, staged: Path, number: int) -> bool:
         """Make a staged directory durable and that version of its name, unless another process took the number."""
+        # who made these folders may have been killed before they were on disk
+        for folder in (self.path, self.path.parent):
+            sync_dir(folder)
         try:
             publish(staged, self.version_dir(name, number))
         except FileExistsError:
@@ -199,6 +219,25 @@ def file_records(staged: Path) -> dict[str, FileRecord]:
         for file in sorted(staged.rglob("*"))
         if not file.is_dir() and file != staged / MANIFEST
     }
+
+
+def write_manifest(staged: Path, manifest: Manifest | GeneralistManifest) -> None:
+    """Write the manifest of a staged version, and read it again: what nobody can read must not be acknowledged.
+
+    Raises:
+        ConfigError: if it holds what JSON cannot give back, or more than is read.
+    """
+    path = staged / MANIFEST
+    try:
+        write_json(path, manifest.to_dict())
+        manifest.from_dict(read_json(path), path.name)
+        if (size := path.stat().st_size) > LARGEST_MANIFEST:
+            raise ValueError(f"it has {size:,} bytes, and {LARGEST_MANIFEST:,} are read")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"what is to be recorded could not be read again: {error}: use finite numbers, text, lists, and dicts "
+            "whose keys are text"
+        ) from error
 
 
 def verify_files(

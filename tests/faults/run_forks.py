@@ -25,7 +25,7 @@ from blake3 import blake3
 from mutants import try_headers, try_mutants
 from names import try_file_names, try_names, try_pickles, try_shard_names, try_tensor_names
 from peft import PeftModel
-from ranks import merges
+from ranks import joins, merges
 from special_files import racing, try_special_files
 from torch import nn
 from tqdm import tqdm
@@ -230,7 +230,7 @@ _DAMAGE = (try_mutants, try_headers, try_special_files, racing)
 _NAMES = (try_names, try_shard_names, try_file_names, try_tensor_names, try_pickles)
 ACTIONS: dict[str, Callable[..., Callable[[], Any]]] = {
     action.__name__: action
-    for action in (snapshots, writers, merged, integrated, restored, merges, *_LOOKING, *_DAMAGE, *_NAMES)
+    for action in (snapshots, writers, merged, integrated, restored, joins, merges, *_LOOKING, *_DAMAGE, *_NAMES)
 }
 
 

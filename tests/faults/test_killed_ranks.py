@@ -1,16 +1,22 @@
 """Promise 7: a merge of which one process is killed comes to nothing, soon, on all of them."""
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from forks import Forks, tree
-from ranks import POINTS
+from ranks import FIRSTS, POINTS, pretend
 
 from ram_trl import AgentRegistry, merge_agents, register_agent
 
 
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "merge.py")
 SECONDS = 60
 
 
@@ -79,6 +85,29 @@ def test_one_rank_is_killed(forks: Forks, registry, whole, tmp_path, chance, poi
             shutil.rmtree(place / name)
     print(f"{size} processes, {len(cases)} kills: {dict(outcomes)}, the others ended within {slowest:.1f} s")
     assert outcomes["came to nothing"] > len(cases) / 2
+
+
+def test_a_first_process_that_comes_to_nothing_is_waited_for_no_longer_than_a_moment(forks: Forks):
+    ended = forks.result("joins", {"join": 3})
+    assert {way: found["code"] for way, found in ended.items()} == dict.fromkeys(FIRSTS, 2)
+    # it may take a moment until a child has begun
+    assert max(found["seconds"] for found in ended.values()) < 3 + 3, ended
+
+
+def test_a_process_that_waited_in_vain_ends_by_itself(registry, tmp_path):
+    program = (
+        "import runpy, sys, ram_trl.distributed; ram_trl.distributed.JOIN_SECONDS = 2; "
+        f"sys.argv[0] = {RECIPE!r}; runpy.run_path({RECIPE!r}, run_name='__main__')"
+    )
+    words = ["--registry", str(registry), "--output_dir", str(tmp_path / "merged")]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=pretend, args=(listening, "is mute"), daemon=True).start()
+        port = str(listening.getsockname()[1])
+        environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+    # only rank 0 says why
+    assert (done.returncode, done.stderr) == (2, "") and list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_works_for_longer_than_they_wait_at_the_start_is_waited_for(
