@@ -23,7 +23,7 @@ from ..storage.registry import AgentRegistry, RegisteredAgent
 from .in_place import apply_agent, apply_directory, apply_merge
 
 
-__all__ = ["Row", "check_names", "make_merge_rows", "make_rows"]
+__all__ = ["Row", "check_names", "find_agents", "make_merge_rows", "make_rows"]
 
 
 @dataclass(frozen=True, slots=True)
