@@ -656,7 +656,7 @@ def test_without_a_network_the_error_says_so(registry, tmp_path):
     assert re.search(r"^error: hf://user/agents: reading it failed: ConnectError: .*: check the network", done.stderr)
 
 
-def test_secrets_of_a_url_are_not_printed(s3, ram):
+def test_secrets_of_a_url_are_not_printed(s3, ram, monkeypatch):
     address, _ = s3
     secret = "wJalrXUtnFEMI"
     for url in (
@@ -667,6 +667,11 @@ def test_secrets_of_a_url_are_not_printed(s3, ram):
         code, out, err = ram("list", "--registry", url, AWS_ENDPOINT_URL=address)
         assert (code, out) == (2, "") and err.startswith("error: ") and "***@" in err
         assert secret not in err and "AKIAOTHER" not in err
+    assert hide_secrets("at sftp://me:p@ss@host/x") == "at sftp://***@host/x"
+    assert "p@ss" not in hide_secrets("p@ss was refused", "sftp://me:p@ss@host/x")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "an-account-key")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
+    assert hide_secrets("an-account-key sk-0123456789") == "*** ***"
     assert hide_secrets("https://b.s3/x?X-Amz-Signature=abc at hf_abcdefghij") == "https://b.s3/x?*** at hf_***"
 
 

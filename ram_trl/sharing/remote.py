@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 _READ_BYTES = 1 << 22
+# Names of environment variables that hold what nobody should read.
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|CONNECTION_STRING|_KEY$")
 
 
 class RemoteChangedError(StorageError):
@@ -143,14 +145,15 @@ class LocalFolder:
 
 def hide_secrets(text: str, url: str = "") -> str:
     """A text without what URLs and environments may hold: passwords, signed queries, tokens."""
-    if found := re.search(r"://([^/@]*)@", url):
+    # up to the last @: a password may hold one
+    if found := re.search(r"://([^/]*)@", url):
         for secret in (found[1], *found[1].split(":")):
             text = text.replace(secret, "***") if len(secret) > 2 else text
-    text = re.sub(r"(?<=://)[^/\s@'\"]*@(?=[^/\s])", "***@", text)
+    text = re.sub(r"(?<=://)[^/\s'\"]*@(?=[^/\s])", "***@", text)
     text = re.sub(r"(?<=://)([^\s?'\"]*)\?[^\s'\"]*", r"\1?***", text)
     text = re.sub(r"\bhf_[A-Za-z0-9]{6,}", "hf_***", text)
     for name, value in os.environ.items():
-        if len(value) >= 8 and re.search(r"TOKEN|SECRET|PASSWORD|ACCESS_KEY", name):
+        if len(value) >= 8 and _SECRET_NAME.search(name):
             text = text.replace(value, "***")
     return text
 
