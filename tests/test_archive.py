@@ -328,7 +328,7 @@ def _rename(name: str):
         (_record(size=0), "where its files make"),
         (_record(size=10**18), "of its"),
         (_record(size=-1), "size cannot be -1"),
-        (_record(size=2**70), "of its"),
+        (_record(size=2**70), "size cannot be"),
         (_record(size=True), "size cannot be"),
         (_record(size=1.5), "size cannot be"),
         (_record(size="1"), "size cannot be"),

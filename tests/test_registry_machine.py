@@ -401,7 +401,8 @@ def test_a_registry_behaves_as_its_model(machine):
     start = time.monotonic()
     options = settings(**OPTIONS, max_examples=6, stateful_step_count=30, database=None)
     run_state_machine_as_test(seed(0)(machine), settings=options)
-    assert machine.done["done"] > 50 and machine.done["killed"] > 5 and machine.done["refused"] > 0
+    # how many of them a kill meets depends on the machine
+    assert machine.done["done"] > 20 and machine.done["killed"] > 5 and machine.done["refused"] > 0
     print(f"{dict(machine.done)} in {time.monotonic() - start:.0f} s")
 
 
