@@ -4,13 +4,17 @@ import re
 from collections.abc import Sequence
 
 
-__all__ = ["align", "escape_markdown", "markdown_table"]
+__all__ = ["align", "escape_markdown", "markdown_table", "printable"]
+
+
+def printable(text: str) -> str:
+    """A text for one line of a terminal: names may hold anything, also what breaks lines."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def align(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
     """A line for each row, cells one below another: the first `num_left` columns to the left, others to the right."""
-    # names may hold anything, also what breaks lines
-    rows = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from .errors import RamTrlError
+from .table import printable
 
 
 __all__ = ["NOT_EVALUATED", "exit_on_error", "progress_bar"]
@@ -35,7 +36,7 @@ def exit_on_error(*more: type[Exception]) -> Iterator[None]:
         if not _is_another_rank():
             text = f"{error}" if isinstance(error, RamTrlError) else f"{type(error).__name__}: {error}"
             # one line, whatever names are in it
-            print(f"error: {''.join(c if c.isprintable() else '?' for c in text)}", file=sys.stderr)
+            print(f"error: {printable(text)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from ..errors import ConfigError, CorruptedFileError
+from ..table import printable
 from ..terminal import progress_bar
 from .common import add_command, add_json, print_table, size
 
@@ -188,7 +189,7 @@ def _list_hidden(path: str) -> None:
     for place in (TRASH, QUARANTINE):
         for store, name, number in hidden_versions(registry, place):
             note = read_note(store.hidden(place).version_dir(name, number))
-            reason = _one_line(str(note.get("reason", "removed")))
+            reason = printable(str(note.get("reason", "removed")))
             short = f"{reason[:_REASON]}..." if len(reason) > _REASON else reason
             rows.append((store.kind, f"{name}@v{number}", place, short))
     print_table(rows)
@@ -205,13 +206,8 @@ def _quarantine(arguments: argparse.Namespace) -> None:
             reason = str(error)
         else:
             raise ConfigError(f"{spec} is intact: say why with --reason, or remove it (ram-trl remove)")
-    print(f"{store.quarantine(spec, reason)} is in quarantine: {_one_line(reason)}")
+    print(f"{store.quarantine(spec, reason)} is in quarantine: {printable(reason)}")
 
 
 def _print_line(text: str) -> None:
-    print(_one_line(text))
-
-
-def _one_line(text: str) -> str:
-    """Text without what a terminal would obey: names and paths may hold anything."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    print(printable(text))

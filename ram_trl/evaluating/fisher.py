@@ -109,7 +109,7 @@ def estimate_fisher(
             writer.close()
             manifest = FisherManifest(
                 agent=str(agent),
-                agent_digest=agent.manifest.to_dict()["digest"],
+                agent_digest=agent.digest,
                 examples=len(examples),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 ram_trl_version=__version__,

@@ -165,7 +165,7 @@ def _agent_row(registry: AgentRegistry, agent: RegisteredAgent, base: Checkpoint
         str(agent),
         "agent",
         agent.name,
-        {"agent": agent.manifest.to_dict()["digest"]},
+        {"agent": agent.digest},
         lambda model: apply_agent(model, registry, str(agent), base_model=base_model),
         write,
         functools.reduce(torch.promote_types, dtypes),
@@ -189,7 +189,7 @@ def _merge_row(
     )
     plan.close()
     identity = {
-        "agents": [[str(agent), agent.manifest.to_dict()["digest"]] for agent in plan.agents],
+        "agents": [[str(agent), agent.digest] for agent in plan.agents],
         "settings": asdict(plan.settings),
     }
     # the same bytes, whatever computes them

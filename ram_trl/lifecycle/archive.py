@@ -24,7 +24,7 @@ from ..storage.durable import STAGING_PREFIX, explain_os_errors, needed_dirs, sy
 from ..storage.manifest import Manifest
 from ..storage.names import VERSION, is_name
 from ..storage.registry import ADAPTER, ADAPTER_MAP, DELTA, TENSORS, AgentRegistry, RegisteredAgent
-from ..storage.versions import MANIFEST
+from ..storage.versions import LARGEST_MANIFEST, MANIFEST
 
 
 __all__ = ["export_agent", "import_agent"]
@@ -35,7 +35,6 @@ _FILES = {"full": {TENSORS, DELTA}, "lora": {TENSORS, ADAPTER, ADAPTER_CONFIG, A
 _BLOCK, _RECORD = 512, 10_240
 # The first size that the eleven octal digits of a header do not hold.
 _LARGE = 8**11
-_LARGEST_MANIFEST = 16_000_000
 _CHUNK = 1 << 20
 
 
@@ -228,7 +227,7 @@ def _read_manifest(file: BinaryIO, archive: Any) -> tuple[str, int, bytes]:
     if not is_name(name) or not numbered or int(numbered[1]) == 0 or not re.fullmatch(rb"[0-7]{11}", digits):
         raise _no_archive(archive, "it does not begin like one, or is compressed")
     size = int(digits, 8)
-    if block != _header(folder, MANIFEST, size) or size > _LARGEST_MANIFEST:
+    if block != _header(folder, MANIFEST, size) or size > LARGEST_MANIFEST:
         raise _no_archive(archive, f"it does not begin with a {MANIFEST}")
     content = b"".join(_chunks(file, size, archive))
     _expect(file, bytes(-size % _BLOCK), archive)

@@ -10,9 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..errors import AgentNotFoundError, InvalidNameError, RamTrlError
-from ..storage.generalists import Generalist
+from ..storage.generalists import Generalist, GeneralistStore
 from ..storage.labels import Labels
 from ..storage.names import VERSION, is_name, parse_spec
 from ..storage.registry import AgentRegistry, RegisteredAgent
@@ -87,7 +88,7 @@ def lineage(registry: AgentRegistry | str, spec: str | None = None) -> list[Even
     """
     registry = AgentRegistry(registry)
     registry.names()
-    agents, generalists = _agents(registry), _generalists(registry)
+    agents, generalists = _readable("agent", registry), _readable("generalist", registry.generalists)
     digests = {agent.digest: key for key, agent in agents.items()}
     events = {key: _trained(registry, agent) for key, agent in agents.items()}
     events |= {key: _merged(registry, one) for key, one in generalists.items()}
@@ -110,27 +111,16 @@ def lineage(registry: AgentRegistry | str, spec: str | None = None) -> list[Even
     return [events[key] for key in sorted(chosen, key=lambda key: (events[key].created, _depth(key, parents), key))]
 
 
-def _agents(registry: AgentRegistry) -> dict[str, RegisteredAgent]:
+def _readable(kind: str, store: AgentRegistry | GeneralistStore) -> dict[str, Any]:
     """Every version that can be read. An agent and a generalist may have the same name, so keys say which it is."""
-    agents = {}
-    for name in registry.names():
-        for number in registry.versions(name):
-            try:
-                agents[f"agent {name}@v{number}"] = registry.get(f"{name}@v{number}")
-            except RamTrlError as error:
-                logger.warning("left out: %s", error)
-    return agents
-
-
-def _generalists(registry: AgentRegistry) -> dict[str, Generalist]:
-    generalists, store = {}, registry.generalists
+    found = {}
     for name in store.names():
         for number in store.versions(name):
             try:
-                generalists[f"generalist {name}@v{number}"] = store.get(f"{name}@v{number}")
+                found[f"{kind} {name}@v{number}"] = store.get(f"{name}@v{number}")
             except RamTrlError as error:
                 logger.warning("left out: %s", error)
-    return generalists
+    return found
 
 
 def _trained(registry: AgentRegistry, agent: RegisteredAgent) -> Event:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..storage.durable import read_json
+from ..table import printable
 
 
 __all__ = ["Gate", "gate_name", "judge"]
@@ -67,7 +68,7 @@ def judge(gate: Gate, candidate: Path) -> str | None:
 
 
 def _one_line(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
+    return printable(" ".join(text.split()))
 
 
 def _written(candidate: Path) -> dict[str, tuple[int, int, int]]:

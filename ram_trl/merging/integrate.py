@@ -209,9 +209,6 @@ def _manifest(generalist: str, plan: MergePlan) -> GeneralistManifest:
         ram_trl_version=__version__,
         # where it is now
         base_model=dataclasses.replace(recorded, name=plan.base.name, revision=plan.base.revision),
-        parents=[
-            ParentRecord(agent=agent.name, version=agent.version, digest=agent.manifest.to_dict()["digest"])
-            for agent in plan.agents
-        ],
+        parents=[ParentRecord(agent=agent.name, version=agent.version, digest=agent.digest) for agent in plan.agents],
         settings=settings,
     )

@@ -156,6 +156,6 @@ class FisherStore:
             manifest = FisherManifest(**content, files=files)
         except (TypeError, KeyError, AttributeError) as error:
             raise CorruptedFileError(f"{path / MANIFEST} is damaged: {error}; {cure}") from error
-        if manifest.agent_digest != agent.manifest.to_dict()["digest"]:
+        if manifest.agent_digest != agent.digest:
             raise ConfigError(f"{path} is of another agent of the name {agent}: remove it, then {command}")
         return StoredFisher(str(agent), path, manifest, cure)
